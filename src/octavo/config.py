@@ -1,0 +1,60 @@
+"""The engine's settings: one frozen section per component, vLLM's names. Each component is given its own section only."""
+
+from dataclasses import dataclass
+
+BLOCK_SIZE = 16  # tokens in a KV block: the width of one kernel tile
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and in which precision. ``model`` is a directory, a .gguf file, a Hub id or a short name."""
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"  # auto | bfloat16 | float32
+    quantization: str | None = None
+    max_model_len: int | None = None  # tokens; None: what the model was made for
+    generation_config: bool = True  # take the model's sampling defaults
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvConfig:
+    """The pool of KV blocks. At most one of ``num_kv_blocks`` and ``kv_cache_memory_bytes`` is given."""
+
+    block_size: int = BLOCK_SIZE
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"  # auto: the compute dtype
+    enable_prefix_caching: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step and the order of requests."""
+
+    max_num_seqs: int = 256  # requests running at once
+    max_num_batched_tokens: int = 512  # tokens computed in one step; smaller than max_num_seqs is legal
+    max_model_len: int = 8192  # resolved
+    policy: str = "fcfs"  # fcfs | priority
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """How steps are executed."""
+
+    backend: str = "native"  # native | torch (the oracle: extra "test")
+    num_threads: int | None = None  # None: what affinity and the container's quota allow
+    max_logprobs: int = 20  # the most alternatives a request may ask for; -1: the whole vocabulary
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All sections. resolve() in engine/factory.py gives the final one, which is logged whole at start."""
+
+    model: ModelConfig
+    kv: KvConfig
+    scheduler: SchedulerConfig
+    runner: RunnerConfig

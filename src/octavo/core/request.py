@@ -1,0 +1,64 @@
+"""Request: what the scheduler knows about one sequence of tokens."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from octavo.core.sampling import SamplingParams
+
+
+class State(Enum):
+    """Where a request is. WAITING → RUNNING → FINISHED, with RUNNING → WAITING at a preemption."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence: fixed facts, then the moving ones, which only the Scheduler writes.
+
+    The catch-up rule: a step computes some of ``tokens[num_computed:]`` (and of ``draft``); when nothing is left to
+    compute, the step samples. Prefill, decode, chunking, a resumption and a cache hit are all this one rule.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    max_total: int  # prompt + output tokens at most: min(prompt + max_tokens, max_model_len)
+    eos_ids: frozenset[int] = frozenset()  # the model's end tokens (also when ignore_eos: min_tokens bans them)
+    seed: int = 0  # resolved: params.seed or one derived by the engine; unsigned 64 bits
+    arrival: float = 0.0  # seconds, the engine's clock
+    priority: int = 0  # smaller is more urgent (vLLM's sense)
+    tenant: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokenized params.bad_words
+    # moving, written by the Scheduler only
+    order: int = 0  # place in arrival order, given by add() and kept through preemptions
+    tokens: list[int] = field(default_factory=list)  # prompt + output so far
+    draft: list[int] = field(default_factory=list)  # proposed, not yet accepted
+    num_computed: int = 0  # leading tokens whose K and V are in the cache
+    num_scored: int = 0  # leading prompt tokens whose prompt_logprobs were planned already
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    state: State = State.WAITING
+    slot: int = -1  # the runner's place for it while RUNNING
+    epoch: int = 0  # rises at each preemption or abort: older results are dropped
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = list(self.prompt)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are known (or drafted) and not computed yet."""
+        return len(self.tokens) + len(self.draft) - self.num_computed

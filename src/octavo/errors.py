@@ -1,0 +1,63 @@
+"""Every error that Octavo raises on purpose.
+
+    OctavoError
+    ├── ConfigError          a setting of the engine (also a ValueError)
+    ├── CheckpointError      a model file is missing, truncated, damaged or lying
+    ├── UnsupportedError     a thing that is known but not (yet) served
+    ├── WorkerDied           a part of the engine stopped; nothing can go on
+    └── RequestError         one request is at fault; the others go on
+        ├── InvalidRequest   a field has an impossible value (also a ValueError)
+        ├── ContextTooLong   prompt and output do not fit the context or the KV pool (also a ValueError)
+        ├── GrammarError     a schema, regex or grammar cannot be compiled
+        └── Cancelled        the caller took the request back
+
+Messages say what was wrong, with the numbers, and what would work. ``param`` names the field, where one is at fault.
+"""
+
+
+class OctavoError(Exception):
+    """Base of all errors raised on purpose."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[type, tuple[str, str | None]]:
+        return type(self), (self.message, self.param)
+
+
+class ConfigError(OctavoError, ValueError):
+    """An engine setting is impossible."""
+
+
+class CheckpointError(OctavoError):
+    """A model's files are missing, truncated, damaged or contradict themselves."""
+
+
+class UnsupportedError(OctavoError):
+    """A known thing that this version does not serve."""
+
+
+class WorkerDied(OctavoError):
+    """A part of the engine stopped and cannot go on."""
+
+
+class RequestError(OctavoError):
+    """One request is at fault; the engine goes on with the others."""
+
+
+class InvalidRequest(RequestError, ValueError):
+    """A field of a request has an impossible value."""
+
+
+class ContextTooLong(RequestError, ValueError):
+    """A prompt, or prompt and output together, exceed the context or the KV pool."""
+
+
+class GrammarError(RequestError):
+    """A structured-output constraint cannot be compiled."""
+
+
+class Cancelled(RequestError):
+    """The caller took the request back."""
