@@ -26,7 +26,7 @@ matrix: $(VENV)/.test-extra
 lint: $(VENV)/.lint-extra
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
+	PYTHONPATH=src $(BIN)/lint-imports --no-cache
 
 # One manylinux wheel with every instruction-set variant in it (no -march=native; chosen at run time).
 wheel: $(VENV)/bin/python
@@ -54,11 +54,13 @@ $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 	@touch $@
 
 # The torch line first and alone: a CPU build where the index or the disk has one.
-$(VENV)/.test-extra: $(VENV)/.installed
-	$(BIN)/pip install -q "torch==2.13.*"
+$(VENV)/.test-extra: $(VENV)/bin/python $(SOURCES)
+	@echo "Installing Octavo with its test tools into $(VENV) (torch and transformers are the oracles: some minutes the first time)"
+	$(BIN)/pip install -q "torch==2.13.0"
 	$(BIN)/pip install -q ".[test]"
-	@touch $@
+	@touch $@ $(VENV)/.installed
 
-$(VENV)/.lint-extra: $(VENV)/.installed
-	$(BIN)/pip install -q ".[lint]"
+# Linting reads the sources as they are and needs nothing compiled.
+$(VENV)/.lint-extra: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install -q "ruff>=0.6" "mypy>=1.11" "import-linter>=2.0" "msgspec>=0.18"
 	@touch $@
