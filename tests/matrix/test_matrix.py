@@ -1,0 +1,123 @@
+"""Row purity: bitwise the same tokens and log-probabilities, however the work is cut.
+
+Axes: alone or all at once × chunk budget × pool (roomy, or so small that requests are preempted) × threads × instruction
+set. `make test` runs sets in which every pair of values of two axes occurs; `make matrix` runs everything.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker.py")
+ORDER = ["generic", "avx2", "avx512", "amx"]
+
+
+def instruction_sets() -> list[str]:
+    from octavo import _native
+
+    return [isa for isa in ORDER if isa in _native.info()["available"]]
+
+
+def run(isa: str, job: dict[str, Any], folder: Path, prefix: list[str] | None = None) -> dict[str, Any]:
+    """The cells of one instruction set, in a process of their own."""
+    source, result = folder / f"{isa}.json", folder / f"{isa}.out.json"
+    source.write_text(json.dumps(job))
+    env = {**os.environ, "OCTAVO_ISA": isa, "OCTAVO_LOG": "warning"}
+    done = subprocess.run([*(prefix or []), sys.executable, str(WORKER), str(source), str(result)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{isa}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    found = json.loads(result.read_text())
+    assert found["isa"] == isa
+    return found
+
+
+def pairwise(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Cells in which every pair of values of two axes occurs: greedily the cell that covers most of what is left."""
+    names = list(axes)
+    cells = [dict(zip(names, values)) for values in itertools.product(*axes.values())]
+
+    def pairs(cell: dict[str, Any]) -> set[Any]:
+        return set(itertools.combinations(((n, repr(cell[n])) for n in names), 2))
+
+    left = set().union(*map(pairs, cells))
+    chosen = []
+    while left:
+        best = max(cells, key=lambda c: len(pairs(c) & left))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def check(model: str, cells: list[dict[str, Any]], folder: Path, **job: Any) -> None:
+    """Every cell answers as the first one does; cells with a small pool did preempt."""
+    by_isa: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        by_isa.setdefault(cell["isa"], []).append(cell)
+    first, where = None, None
+    for isa, mine in by_isa.items():
+        found = run(isa, {"model": model, "cells": mine, **job}, folder)
+        for cell, got in zip(mine, found["cells"]):
+            if cell["tight"] and not cell["alone"]:
+                assert got["preemptions"] > 0, f"no preemption was forced in {cell}"
+            if first is None:
+                first, where = got["answers"], cell
+                assert sum(len(o[0]) for r in first for o in r[1]) > job["count"], "hardly any token was generated"
+            for number, (want, have) in enumerate(zip(first, got["answers"], strict=True)):
+                assert have == want, f"request {number} differs between {where} and {cell}"
+
+
+def cells_of(axes: dict[str, list[Any]], blocks: dict[bool, int], whole: bool) -> list[dict[str, Any]]:
+    chosen = [dict(zip(axes, v)) for v in itertools.product(*axes.values())] if whole else pairwise(axes)
+    return [{**cell, "blocks": blocks[cell["tight"]]} for cell in chosen]
+
+
+TINY = {"count": 32, "max_prompt": 90, "max_tokens": 24, "max_model_len": 128}
+REAL = {"count": 8, "max_prompt": 60, "max_tokens": 12, "max_model_len": 96}
+
+
+def axes_of(budgets: list[int], threads: list[int]) -> dict[str, list[Any]]:
+    return {"isa": instruction_sets(), "alone": [False, True], "budget": budgets, "tight": [False, True], "threads": threads}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tests.checkpoints import make_tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder, arch="llama")
+    return str(folder)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiny_pairwise(tiny_model: str, tmp_path: Path, dtype: str) -> None:
+    cells = cells_of(axes_of([16, 64, 2048], [1, 2, 3]), {False: 1024, True: 10}, whole=False)
+    check(tiny_model, cells, tmp_path, dtype=dtype, **TINY)
+
+
+@pytest.mark.model
+def test_smollm2_some(smollm2: str, tmp_path: Path) -> None:
+    isas = instruction_sets()
+    cells = [
+        {"isa": isas[-1], "alone": False, "budget": 2048, "tight": False, "threads": 2, "blocks": 256},
+        {"isa": isas[-1], "alone": True, "budget": 16, "tight": False, "threads": 1, "blocks": 256},
+        {"isa": isas[-1], "alone": False, "budget": 64, "tight": True, "threads": 3, "blocks": 7},
+        *({"isa": isa, "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256} for isa in isas[:-1]),
+    ]
+    check(smollm2, cells, tmp_path, dtype="bfloat16", **REAL)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiny_whole(tiny_model: str, tmp_path: Path, dtype: str) -> None:
+    check(tiny_model, cells_of(axes_of([16, 64, 2048], [1, 2, 3]), {False: 1024, True: 10}, whole=True), tmp_path, dtype=dtype, **TINY)
+
+
+@pytest.mark.matrix
+def test_smollm2_whole(smollm2: str, tmp_path: Path) -> None:
+    job = {"count": 32, "max_prompt": 90, "max_tokens": 16, "max_model_len": 128}
+    check(smollm2, cells_of(axes_of([16, 64, 2048], [1, 2, 3]), {False: 1024, True: 10}, whole=True), tmp_path, dtype="bfloat16", **job)
