@@ -10,10 +10,10 @@ from octavo.errors import CheckpointError, UnsupportedError
 from octavo.models import rope as rotary
 
 HUGE = 1 << 24  # no count in a configuration is larger
-GGUF_END_TOKENS = frozenset(
-    "<|im_end|> <|eot_id|> <|eom_id|> <|end|> <|endoftext|> <|end_of_text|> <|endofturn|> <end_of_turn> <EOT> <|EOT|> </s> "
-    "<|return|> <|call|> <｜end▁of▁sentence｜>".split()
-)  # texts of control tokens that end a turn or a text, whatever the file calls its eos
+GGUF_END_TOKENS = frozenset((  # texts of control tokens that end a turn or a text, whatever the file calls its eos
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "<end_of_turn>",
+    "<EOT>", "<|EOT|>", "</s>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>",
+))
 GGUF_SPECIAL = (3, 4)  # tokenizer.ggml.token_type: control, user defined
 
 
@@ -97,9 +97,7 @@ class Fields:
     def whole(self, key: str, default: int | None = None, low: int = 1, high: int = HUGE) -> int:
         """A whole number in low … high; without a default it must be there."""
         value = self.need(key) if default is None else self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise self.bad(key, value, f"a whole number from {low} to {high}")
-        if not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
             raise self.bad(key, value, f"a whole number from {low} to {high}")
         return int(value)
 
@@ -218,7 +216,7 @@ def from_gguf(
                               f"{arch}.embedding_length")
     head_dim = g.whole("attention.key_length", hidden // heads)
     if (values := g.whole("attention.value_length", head_dim)) != head_dim:
-        raise UnsupportedError(f"GGUF metadata: values of {values} beside keys of {head_dim} in a head are not served", f"{arch}.attention.value_length")
+        raise UnsupportedError(f"GGUF metadata: keys of {head_dim} with values of {values} are not served", g.prefix + "attention.value_length")
     if (turned := g.whole("rope.dimension_count", head_dim)) != head_dim:
         raise UnsupportedError(f"GGUF metadata: rotary embedding over {turned} of {head_dim} is not served", f"{arch}.rope.dimension_count")
     layers = g.whole("block_count", high=4096)

@@ -8,8 +8,9 @@ opaque: a model never sees a row count, the step's metadata or a tensor. The nat
 into a program; the torch provider executes them at every step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 Handle = Any
 
@@ -21,18 +22,25 @@ class Ops(Protocol):
         """Rows of the table for the step's tokens. → [T, d] float32, the residual stream."""
 
     def norm(self, x: Handle, weight: Handle, eps: float) -> Handle:
-        """RMSNorm in float32, rounded to act. [n, d] float32 → [n, d] act. Source: Zhang & Sennrich 2019."""
+        """RMSNorm, ``x / sqrt(mean(x²) + eps) · weight`` in float32, rounded to act once. [n, d] float32 → [n, d] act.
+
+        Source: Zhang & Sennrich 2019.
+        """
 
     def linear(self, x: Handle, weight: Handle, *, bias: Handle | None = None, act: str | None = None,
                residual: Handle | None = None) -> Handle:
         """``x @ weight.T (+ bias)``, accumulated in float32. [n, K] act × [N, K].
 
         act None → [n, N] float32. act "silu_mul": the weight is gate and up stacked (rows), the result
-        silu(gate)·up, [n, N/2] act. residual → residual + result, float32, the new residual stream.
+        silu(gate)·up in float32, rounded to act, [n, N/2]; its bias is gate's and up's, one after the other.
+        residual → residual + result, float32, the new residual stream.
         """
 
     def rope_store(self, qkv: Handle, layer: int, rope: Any) -> Handle:
         """Rotate q and k (halves convention), round q, k and v to act, write k and v to the cache. → q [T, H·D] act.
+
+        qkv [T, (H + 2·G)·D] float32: the query heads, the key heads, the value heads. The angle is the float32 product
+        position · inv_freq[i]; with its cosine c and sine s, (a, b) = (x[i], x[i + D/2]) becomes (a·c - b·s, b·c + a·s).
 
         Source: Su et al. 2021; Kwon et al. 2023, section 4.1 (block tables).
         """
@@ -40,14 +48,20 @@ class Ops(Protocol):
     def attention(self, q: Handle, layer: int, window: int | None) -> Handle:
         """Causal attention of each token over its own sequence, read from the cache. [T, H·D] act → [T, H·D] act.
 
-        A query at position p sees keys at positions max(0, p - window + 1) … p. Scale 1/sqrt(D).
+        A query at position p sees keys at positions max(0, p - window + 1) … p. Scale 1/sqrt(D), applied to the scores.
+        Query head h reads KV head h // (H/G). Softmax in partitions of 256 absolute positions, combined left to right: in
+        one, m = max of the scores, P = exp(score - m), the sum over P in float32, then P rounded to act for P·V. The
+        quotient is rounded to act once, at the end. Masked positions are left out by selection: what the cache holds
+        there, NaN too, has no influence.
+
+        Source: Milakov & Gimelshein 2018 (online softmax).
         """
 
     def take_rows(self, x: Handle) -> Handle:
         """The rows to sample or score. [T, d] float32 → [R, d] float32. Afterwards ops work on R rows."""
 
     def head(self, x: Handle, weight: Handle) -> Handle:
-        """Logits and then the sampler, in tiles of at most 64 rows: the *sample* segment. [R, d] act → outputs."""
+        """Logits (float32) and then the sampler, in tiles of at most 64 rows: the *sample* segment. [R, d] act → outputs."""
 
 
 # name → (numpy dtype, dimensions). Written by runner/batch.py before a step, read by the provider.
@@ -64,12 +78,12 @@ STEP_FIELDS: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "row_slot": ("i4", ("R",)),
     "row_pos": ("i4", ("R",)),  # position of the token that this row predicts: the counter of its random number
     "row_target": ("i4", ("R",)),  # -1: sample. Else: give this id's raw log-probability (prompt_logprobs)
-    "row_top": ("i4", ("R",)),  # alternatives wanted; -1: no log-probabilities at all
+    "row_top": ("i4", ("R",)),  # alternatives wanted; -1: no log-probabilities at all (but a target's)
     # written by the provider
-    "out_token": ("i4", ("R",)),
-    "out_logprob": ("f4", ("R",)),  # of the raw distribution, before masks, penalties and temperature
-    "out_rank": ("i4", ("R",)),  # 1 + number of ids with a larger raw logit
-    "top_ids": ("i4", ("R", "K")),  # K: max_logprobs; the row's first row_top entries are valid
+    "out_token": ("i4", ("R",)),  # the token chosen, or the target
+    "out_logprob": ("f4", ("R",)),  # of the raw distribution, before masks, penalties and temperature; unset with row_top -1 and no target
+    "out_rank": ("i4", ("R",)),  # 1 + number of ids with a larger raw logit; unset as above
+    "top_ids": ("i4", ("R", "K")),  # K: max_logprobs; the row's first row_top entries are valid, by falling logit, ties by rising id
     "top_logprobs": ("f4", ("R", "K")),
 }
 
@@ -95,9 +109,27 @@ SLOT_FIELDS: dict[str, tuple[str, tuple[str | int, ...]]] = {
 class Program(Protocol):
     """A model bound to weights, arrays and a KV store. Called by the runner, one step at a time.
 
-    Sampler order: mask, bias, penalties, temperature, min_p, top_k, top_p; then the inverse of the cumulative
-    distribution, in id order, at one Philox4x32-10 uniform of (seed, row_pos). Greedy (temperature 0): the largest
-    logit after mask, bias and penalties, ties to the lowest id.
+    Sampler, for a row with row_target -1, on its float32 logits x; every operation is rounded to float32:
+
+    1. mask: ids whose bit is clear get -inf (bit i % 32 of word i // 32). Then bias: x + bias.
+    2. penalties, for the seen ids with their output count n: x / repetition where x > 0, else x · repetition; then
+       x - frequency · n; then x - presence where n > 0.
+    3. temperature 0: the largest x, ties to the lowest id; done (min_p, top_k and top_p cannot change it).
+    4. weights e = exp((x - max x) / temperature): the most likely id has e = 1.
+    5. min_p > 0: keep e >= min_p.
+    6. top_k > 0: keep the k first by falling e, ties by rising id (exactly k, where vLLM keeps all that tie with the k-th).
+    7. top_p < 1: by falling e, ties by rising id, keep the shortest run whose mass reaches top_p of the mass still kept;
+       the id that crosses is in, and at least one stays.
+    8. u = Philox uniform below; the lowest kept id whose cumulative e, in id order, exceeds u · (sum of the kept e). If
+       rounding leaves none, the highest kept id with e > 0.
+
+    A row where no id is allowed gives id 0. A NaN among the logits gives an unspecified valid id and NaN log-probabilities.
+
+    Philox4x32-10: key = (seed's low 32 bits, its high 32 bits), counter = (row_pos, 0, 0, 0); u = (out[0] >> 8) · 2^-24.
+    Source: Salmon et al. 2011.
+
+    Log-probabilities are x - logsumexp(x) of the raw logits, for the chosen token or the target (row_target >= 0: nothing
+    is sampled, out_token is the target).
     """
 
     def forward(self) -> None:
@@ -133,3 +165,70 @@ class Provider(Protocol):
                 kv: KvStore) -> Program:
         """Bind. ``step``: the STEP_FIELDS arrays by name. ``slots``: runner.slots.Slots; its ``arrays`` are the SLOT_FIELDS,
         its lists ``mask``, ``bias`` and ``seen`` hold the arrays behind the addresses (None where the address is 0)."""
+
+
+class Cost(NamedTuple):
+    """What an op moves and computes: bytes from and to memory, each operand once, and floating-point operations."""
+
+    bytes: float
+    flops: float
+
+    def __add__(self, other: object) -> "Cost":  # a tuple's own + would join them
+        if not isinstance(other, Cost):
+            return NotImplemented
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+    def times(self, count: float) -> "Cost":
+        """The cost of ``count`` such ops."""
+        return Cost(self.bytes * count, self.flops * count)
+
+
+F32 = 4  # bytes
+
+
+def embed_cost(rows: int, hidden: int, weight_bytes: float) -> Cost:
+    """Rows of the table read, float32 written. ``weight_bytes``: per weight, here and below (a fraction for int4)."""
+    return Cost(rows * hidden * (weight_bytes + F32), 0)
+
+
+def norm_cost(rows: int, hidden: int, act_bytes: int) -> Cost:
+    """Read float32 and the weight, write act; square, sum, scale, weight."""
+    return Cost(rows * hidden * (F32 + act_bytes) + hidden * F32, 4 * rows * hidden)
+
+
+def linear_cost(rows: int, n: int, k: int, weight_bytes: float, act_bytes: int, *, act: str | None = None, residual: bool = False) -> Cost:
+    """The matrix once, inputs and outputs once: [rows, k] × [n, k]."""
+    out = rows * n / 2 * act_bytes if act == "silu_mul" else rows * n * F32 * (2 if residual else 1)
+    return Cost(n * k * weight_bytes + rows * k * act_bytes + out, 2 * rows * n * k)
+
+
+def rope_store_cost(rows: int, heads: int, kv_heads: int, head_dim: int, act_bytes: int, kv_bytes: int) -> Cost:
+    """Read q, k and v in float32, write q in act and k and v to the cache."""
+    q, kv = rows * heads * head_dim, rows * kv_heads * head_dim
+    return Cost((q + 2 * kv) * F32 + q * act_bytes + 2 * kv * kv_bytes, 3 * (q + kv))
+
+
+def attention_cost(rows: int, spans: Iterable[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, act_bytes: int, kv_bytes: int,
+                   window: int | None = None) -> Cost:
+    """``spans``: per sequence, its rows in this step and its tokens in the cache after it. K and V are read once per sequence."""
+    pairs = context = 0
+    for new, length in spans:
+        pairs += visible_pairs(new, length, window)
+        context += length if window is None else min(length, window + new - 1)
+    kv = 2 * context * kv_heads * head_dim * kv_bytes
+    return Cost(kv + 2 * rows * heads * head_dim * act_bytes, pairs * heads * (4 * head_dim + 4))
+
+
+def visible_pairs(new: int, length: int, window: int | None = None) -> int:
+    """Pairs of query and key: the last ``new`` of ``length`` positions, each seeing itself and what is before it (in the window)."""
+    first = length - new + 1  # keys that the first query sees
+    if window is None or length <= window:
+        return new * (first + length) // 2
+    growing = max(0, window - first + 1)  # queries that see fewer than window keys, or just as many
+    return growing * (first + first + growing - 1) // 2 + (new - growing) * window
+
+
+def head_cost(rows: int, vocab: int, hidden: int, weight_bytes: float, act_bytes: int, *, tile: int = 64) -> Cost:
+    """Logits and one pass of the sampler; the matrix is read once per tile of rows."""
+    tiles = math.ceil(rows / tile)
+    return Cost(tiles * vocab * hidden * weight_bytes + rows * (hidden * act_bytes + vocab * F32), 2 * rows * vocab * hidden + 2 * rows * vocab)
