@@ -44,6 +44,7 @@ class FakeProgram:
                 a["out_token"][r] = token
                 a["out_logprob"][r], a["out_rank"][r] = -token / 8, 1
             else:
+                a["out_token"][r] = a["row_target"][r]
                 a["out_logprob"][r], a["out_rank"][r] = -abs(int(a["row_target"][r]) - token) / 8, 2
             top = int(a["row_top"][r])
             a["top_ids"][r, :max(top, 0)] = [(token + i) % VOCAB for i in range(top)]

@@ -127,7 +127,8 @@ class Batch:
         wrong = (slots.epoch[slot] != epoch) | (count < 1) | (end > slots.num_blocks[slot] * self.block_size) | (end > slots.num_tokens[slot])
         if wrong.any():
             item = items[int(np.flatnonzero(wrong)[0])]
+            last = item.start + len(item.tokens) - 1
             raise ValueError(
                 f"slot {item.slot} holds epoch {slots.epoch[item.slot]}, {slots.num_tokens[item.slot]} tokens and "
-                f"{slots.num_blocks[item.slot]} blocks; the plan has epoch {item.epoch} and positions {item.start} … {item.start + len(item.tokens) - 1}"
+                f"{slots.num_blocks[item.slot]} blocks; the plan has epoch {item.epoch} and positions {item.start} … {last}"
             )

@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from octavo.core.output import LogprobRow
 from octavo.core.step import PlanItem, SlotResult, StepPlan, StepResult
 from octavo.ops.table import KvStore, Program
@@ -60,31 +58,28 @@ class Runner:
 
     def _collect(self, items: list[PlanItem], rows: Rows) -> list[SlotResult]:
         """Read the outputs and note the new tokens in the slots."""
-        sampled = self.batch.arrays["out_token"][rows.sampling]
-        wants = self.batch.arrays["row_top"][rows.sampling].tolist()
-        # After the raw results are read: penalties and masks of the next step see the token.
+        a = self.batch.arrays
+        sampled = a["out_token"][rows.sampling]
         self.slots.advance(rows.sampling_slots, sampled)
-        tokens, places = iter(sampled.tolist()), iter(rows.sampling.tolist())
-        wanted = iter(wants)
+        found = zip(sampled.tolist(), rows.sampling.tolist(), a["row_top"][rows.sampling].tolist())
         results = []
         for i, item in enumerate(items):
-            own: list[int] = []
-            logprobs = None
+            tokens: list[int] = []
+            logprobs = prompt_logprobs = None
             if item.sample:
-                own, place = [next(tokens)], next(places)
-                if next(wanted) >= 0:
-                    logprobs = self._logprobs(place, place + 1)
-            scored = rows.scored.get(i) if rows.scored else None
-            prompt = self._logprobs(*scored) if scored is not None else None
-            results.append(SlotResult(item.slot, item.epoch, own, logprobs, prompt))
+                token, row, top = next(found)
+                tokens = [token]
+                if top >= 0:
+                    logprobs = self._logprobs(row, row + 1)
+            if i in rows.scored:
+                prompt_logprobs = self._logprobs(*rows.scored[i])
+            results.append(SlotResult(item.slot, item.epoch, tokens, logprobs, prompt_logprobs))
         return results
 
     def _logprobs(self, first: int, end: int) -> list[LogprobRow]:
         """The log-probability rows of head rows [first, end)."""
         a = self.batch.arrays
-        targets = a["row_target"][first:end]
-        ids = np.where(targets < 0, a["out_token"][first:end], targets).tolist()
-        rows = zip(range(first, end), ids, a["out_logprob"][first:end].tolist(), a["out_rank"][first:end].tolist(), a["row_top"][first:end].tolist())
+        rows = zip(range(first, end), *(a[name][first:end].tolist() for name in ("out_token", "out_logprob", "out_rank", "row_top")))
         return [
             LogprobRow(token, logprob, rank, a["top_ids"][row, :top].tolist(), a["top_logprobs"][row, :top].tolist())
             for row, token, logprob, rank, top in rows

@@ -1,0 +1,163 @@
+"""From a prompt and SamplingParams to Requests, with every check that needs the model: nothing bad gets past this file."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.core.request import Request
+from octavo.core.sampling import SamplingParams
+from octavo.engine import groups
+from octavo.errors import ContextTooLong, InvalidRequest
+
+PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A checked prompt. ``text`` is None where only ids were given."""
+
+    text: str | None
+    ids: list[int]
+
+
+class Inputs:
+    """Checks prompts and parameters against one model and makes Requests of them.
+
+    ``tokenizer`` may be None (a checkpoint without one): then prompts must be token ids. ``max_model_len``: prompt and
+    output together. ``seed``: the engine's; requests without a seed of their own get one derived from it and a counter.
+    """
+
+    def __init__(self, *, tokenizer: Any | None, vocab: int, max_model_len: int, max_logprobs: int, eos_ids: Sequence[int], seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab = vocab
+        self.max_model_len = max_model_len
+        self.max_logprobs = max_logprobs
+        self.eos_ids = frozenset(eos_ids)
+        self._seed = seed
+        self._unseeded = itertools.count()
+
+    def prompt(self, given: Any, *, add_special_tokens: bool = True) -> Prompt:
+        """Tokenize and check one prompt: a string, {"prompt": …}, {"prompt_token_ids": […]} or a list of ids.
+
+        Raises: InvalidRequest, ContextTooLong; both name the field and the numbers.
+        """
+        text, ids = given if isinstance(given, str) else None, None
+        if isinstance(given, Mapping):
+            if unknown := [key for key in given if key not in PROMPT_KEYS]:
+                raise InvalidRequest(f"a prompt has the keys prompt and prompt_token_ids, not {unknown[0]!r}", "prompt")
+            text, ids = given.get("prompt"), given.get("prompt_token_ids")
+            if text is None and ids is None:
+                raise InvalidRequest("a prompt needs the key prompt or prompt_token_ids", "prompt")
+            if text is not None and not isinstance(text, str):
+                raise InvalidRequest(f"prompt must be a string, not {type(text).__name__}", "prompt")
+        elif text is None:
+            ids = given
+        if ids is None:
+            assert text is not None
+            return Prompt(text, self._check_length(self.encode(text, "prompt", add_special_tokens=add_special_tokens), "prompt"))
+        return Prompt(text, self._check_length(self._check_ids(ids), "prompt_token_ids"))
+
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text that the request's field ``param`` holds. Raises: InvalidRequest without a tokenizer."""
+        if self.tokenizer is None:
+            raise InvalidRequest(f"{param} is text, and this model came without a tokenizer: give token ids, or the setting tokenizer", param)
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def check(self, params: Any) -> tuple[tuple[int, ...], ...]:
+        """Check parameters against the model. Returns the tokenized bad_words.
+
+        Raises: InvalidRequest naming the field and the numbers.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, not {type(params).__name__}", "sampling_params")
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(getattr(params, name), name)
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", params.logit_bias or ()),
+        ):
+            for token in ids:
+                if not 0 <= token < self.vocab:
+                    raise InvalidRequest(f"{name} holds the token id {token}; the vocabulary has the ids 0 to {self.vocab - 1}", name)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer, and this model came without one", "stop")
+        bad_words = self._bad_words(params.bad_words)
+        self._check_choice(params, bad_words)
+        return bad_words
+
+    def requests(self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival: float, priority: int = 0) -> list[Request]:
+        """The n Requests of one checked prompt. Takes a seed from the engine's counter when the parameters have none.
+
+        Raises: InvalidRequest, as check() does; then no seed is taken.
+        """
+        bad_words = self.check(params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequest(f"priority must be a whole number, not {priority!r}", "priority")
+        # Negative seeds are the same 64 bits read as unsigned.
+        seed = groups.engine_seed(self._seed, next(self._unseeded)) if params.seed is None else params.seed & groups.MASK
+        room = self.max_model_len if params.max_tokens is None else len(prompt.ids) + params.max_tokens
+        return [
+            Request(
+                id=groups.child_id(request_id, index, params.n), prompt=prompt.ids, params=params, max_total=min(room, self.max_model_len),
+                eos_ids=self.eos_ids, seed=groups.child_seed(seed, index), arrival=arrival, priority=priority, bad_words=bad_words,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_ids(self, given: Any) -> list[int]:
+        if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
+            raise InvalidRequest(f"a prompt is a string, token ids or a dictionary of one of them, not {type(given).__name__}", "prompt")
+        ids = given.tolist() if hasattr(given, "tolist") else list(given)
+        for place, token in enumerate(ids):
+            if type(token) is not int:
+                if isinstance(token, bool) or not hasattr(token, "__index__"):
+                    raise InvalidRequest(f"prompt_token_ids[{place}] must be a token id, not {token!r}", "prompt_token_ids")
+                ids[place] = token = int(token)
+            if not 0 <= token < self.vocab:
+                raise InvalidRequest(f"prompt_token_ids[{place}] is {token}; the vocabulary has the ids 0 to {self.vocab - 1}", "prompt_token_ids")
+        return ids
+
+    def _check_length(self, ids: list[int], param: str) -> list[int]:
+        if not ids:
+            raise InvalidRequest(f"{param} is empty: at least one token is needed", param)
+        if len(ids) >= self.max_model_len:
+            raise ContextTooLong(
+                f"the prompt has {len(ids)} tokens; the context holds {self.max_model_len}, prompt and output together, "
+                f"so a prompt may have at most {self.max_model_len - 1}", param,
+            )
+        return ids
+
+    def _check_logprobs(self, wanted: int | None, name: str) -> None:
+        if wanted is None or self.max_logprobs < 0:
+            return
+        most = min(self.max_logprobs, self.vocab)
+        asked = self.vocab if wanted < 0 else wanted
+        if asked > most:
+            what = f"-1, the whole vocabulary of {self.vocab}," if wanted < 0 else str(wanted)
+            raise InvalidRequest(f"{name} is {what} above this engine's limit of {most} (the setting max_logprobs)", name)
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenized at the start of a text and, where that is another token sequence of the same
+        length, after a space: vLLM's rule, so that the same words are kept out."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare, spaced = (tuple(self.encode(lead + word.lstrip(), "bad_words", add_special_tokens=False)) for lead in ("", " "))
+            if not bare:
+                raise InvalidRequest(f"bad_words holds {word!r}, which has no tokens", "bad_words")
+            found.append(bare)
+            if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
+
+    def _check_choice(self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> None:
+        """Some token must be allowed at every position; phrases of several tokens give way (runner/masks.py)."""
+        if params.allowed_token_ids is None and not bad_words and not params.min_tokens:
+            return
+        left = set(range(self.vocab)) if params.allowed_token_ids is None else set(params.allowed_token_ids)
+        left.difference_update(word[0] for word in bad_words if len(word) == 1)
+        if not left:
+            raise InvalidRequest("bad_words leave no token that could be chosen", "bad_words")
+        if params.min_tokens and not left.difference(self.eos_ids, params.stop_token_ids):
+            raise InvalidRequest(
+                f"min_tokens ({params.min_tokens}) bans the end and stop tokens until then, and no other token is allowed", "min_tokens",
+            )
