@@ -74,8 +74,9 @@ def make(**kw) -> tuple[Runner, FakeProgram]:
     return Runner(bind, **{**args, **kw}), made[0]
 
 
-def item(slot: int, start: int, tokens: list[int], sample: bool, *, init: SlotInit | None = None, epoch: int = 0, blocks: list[int] = [], score=(0, 0)) -> PlanItem:  # noqa: B006
-    return PlanItem(slot=slot, epoch=epoch, start=start, tokens=tokens, sample=sample, new_blocks=blocks, init=init, score_from=score[0], score_to=score[1])
+def item(slot: int, start: int, tokens: list[int], sample: bool, *, init: SlotInit | None = None, epoch: int = 0, blocks: tuple[int, ...] = (),
+         score: tuple[int, int] = (0, 0)) -> PlanItem:
+    return PlanItem(slot, epoch, start, tokens, sample, list(blocks), init, 0, *score)
 
 
 def start(prompt: list[int], tokens: list[int] | None = None, **params) -> SlotInit:
@@ -118,9 +119,9 @@ def test_scored_rows_and_sampled_rows_in_one_step() -> None:
     runner, _ = make()
     a, b = [3, 1, 4, 1, 5], [9, 2, 6]
     plan = StepPlan(number=0, items=[
-        item(0, 0, a[:3], False, init=start(a, prompt_logprobs=2), blocks=[7], score=(0, 3)),
-        item(2, 0, b, True, init=start(b, logprobs=3), blocks=[1]),
-        item(1, 0, b, True, init=start(b, prompt_logprobs=0, logprobs=0), blocks=[2], score=(1, 2)),
+        item(0, 0, a[:3], False, init=start(a, prompt_logprobs=2), blocks=(7,), score=(0, 3)),
+        item(2, 0, b, True, init=start(b, logprobs=3), blocks=(1,)),
+        item(1, 0, b, True, init=start(b, prompt_logprobs=0, logprobs=0), blocks=(2,), score=(1, 2)),
     ])
     first, second, third = runner.execute(plan).slots
     assert first.tokens == [] and first.logprobs is None
@@ -139,22 +140,22 @@ def test_scored_rows_and_sampled_rows_in_one_step() -> None:
 
 def test_all_alternatives() -> None:
     runner, _ = make(max_logprobs=-1)
-    row = runner.execute(StepPlan(number=0, items=[item(0, 0, [1], True, init=start([1], logprobs=-1), blocks=[0])])).slots[0].logprobs[0]
+    row = runner.execute(StepPlan(number=0, items=[item(0, 0, [1], True, init=start([1], logprobs=-1), blocks=(0,))])).slots[0].logprobs[0]
     assert sorted(row.top_ids) == list(range(VOCAB))
 
 
 def test_freed_slots_go_first_and_a_resumed_request_continues() -> None:
     runner, _ = make()
-    one = runner.execute(StepPlan(number=0, items=[item(0, 0, [5, 6], True, init=start([5, 6]), blocks=[3])])).slots[0].tokens
+    one = runner.execute(StepPlan(number=0, items=[item(0, 0, [5, 6], True, init=start([5, 6]), blocks=(3,))])).slots[0].tokens
     known = [5, 6, *one]
-    resumed = item(0, 0, known, True, init=start([5, 6], known), epoch=1, blocks=[9])
+    resumed = item(0, 0, known, True, init=start([5, 6], known), epoch=1, blocks=(9,))
     two = runner.execute(StepPlan(number=1, items=[resumed], freed=[0])).slots[0]
     assert two.tokens == [next_token(known)] and two.epoch == 1
 
 
 def test_nothing_to_do_is_fine() -> None:
     runner, program = make()
-    runner.execute(StepPlan(number=0, items=[item(0, 0, [5], True, init=start([5]), blocks=[3])]))
+    runner.execute(StepPlan(number=0, items=[item(0, 0, [5], True, init=start([5]), blocks=(3,))]))
     program.forward = program.sample = None  # a call would fail
     assert runner.execute(StepPlan(number=3, items=[], freed=[0])).slots == []
     assert runner.slots.epoch[0] == -1
@@ -170,7 +171,7 @@ def test_nothing_to_do_is_fine() -> None:
 ])
 def test_a_plan_that_contradicts_the_slots_is_refused(bad: PlanItem) -> None:
     runner, _ = make()
-    runner.execute(StepPlan(number=0, items=[item(0, 0, [5], True, init=start([5]), blocks=[3])]))
+    runner.execute(StepPlan(number=0, items=[item(0, 0, [5], True, init=start([5]), blocks=(3,))]))
     with pytest.raises(ValueError, match="slot"):
         runner.execute(StepPlan(number=1, items=[bad]))
 
@@ -179,7 +180,7 @@ def test_a_missing_block_is_refused() -> None:
     runner, _ = make()
     long = list(range(17))
     with pytest.raises(ValueError, match="1 blocks"):
-        runner.execute(StepPlan(number=0, items=[item(0, 0, long, True, init=start(long), blocks=[3])]))
+        runner.execute(StepPlan(number=0, items=[item(0, 0, long, True, init=start(long), blocks=(3,))]))
 
 
 def test_shutdown() -> None:

@@ -11,8 +11,9 @@ from octavo.runner.slots import SeenTokens, Slots
 VOCAB = 70
 
 
-def init(prompt: list[int], output: list[int] = [], *, bad: tuple[tuple[int, ...], ...] = (), eos: frozenset[int] = frozenset({2}), **params) -> SlotInit:  # noqa: B006
-    return SlotInit(request_id="r", params=SamplingParams(**params), seed=7, prompt_len=len(prompt), tokens=[*prompt, *output], eos_ids=eos, bad_words=bad)
+def init(prompt: list[int], output: tuple[int, ...] | list[int] = (), *, bad: tuple[tuple[int, ...], ...] = (), **params) -> SlotInit:
+    known = [*prompt, *output]
+    return SlotInit("r", SamplingParams(**params), seed=7, prompt_len=len(prompt), tokens=known, eos_ids=frozenset({2}), bad_words=bad)
 
 
 def allowed(words: np.ndarray | None) -> set[int]:
@@ -78,7 +79,7 @@ def test_seen_counts_prompt_and_output() -> None:
         seen.add(token)
     seen.add(10)
     got = dict(zip(seen.ids[: seen.num].tolist(), seen.counts[: seen.num].tolist()))
-    assert got == {5: 0, 6: 1, 7: 1, **{t: 1 for t in range(10, 210)}, 10: 2}
+    assert got == {5: 0, 6: 1, 7: 1, **dict.fromkeys(range(10, 210), 1), 10: 2}
 
 
 def put(slots: Slots, slot: int, i: SlotInit, epoch: int = 0) -> None:
@@ -86,8 +87,6 @@ def put(slots: Slots, slot: int, i: SlotInit, epoch: int = 0) -> None:
 
 
 def memory(address: int, count: int, kind: type) -> list[float]:
-    import ctypes
-
     return list((kind * count).from_address(address))
 
 
@@ -102,7 +101,8 @@ def test_addresses_hold_what_the_lists_hold() -> None:
     for token in range(100):
         slots.advance(np.array([1]), np.array([token % 64]))
         n = int(a["num_seen"][1])
-        ids, counts = slots.seen[1]
+        ids, counts, shown = slots.seen[1]
+        assert shown == n
         assert memory(int(a["seen_ids"][1]), n, ctypes.c_int32) == ids[:n].tolist()
         assert memory(int(a["seen_counts"][1]), n, ctypes.c_int32) == counts[:n].tolist()
         assert memory(int(a["mask"][1]), 3, ctypes.c_uint32) == slots.mask[1].tolist()

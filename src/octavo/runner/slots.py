@@ -56,7 +56,7 @@ class Slots:
     """Per-slot state: ``arrays`` are the SLOT_FIELDS that the program reads, the rest is the runner's own.
 
     ``mask``, ``bias`` and ``seen`` own the memory behind the addresses in ``arrays`` (None where the address is 0):
-    uint32 words, float32 of the vocabulary, and the pair (ids, counts) of int32.
+    uint32 words, float32 of the vocabulary, and (ids, counts, num_seen) with int32 arrays.
     """
 
     def __init__(self, num_slots: int, blocks_per_slot: int, vocab: int) -> None:
@@ -68,7 +68,7 @@ class Slots:
         }
         self.mask: list[np.ndarray | None] = [None] * num_slots
         self.bias: list[np.ndarray | None] = [None] * num_slots
-        self.seen: list[tuple[np.ndarray, np.ndarray] | None] = [None] * num_slots
+        self.seen: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * num_slots
         self.state: list[SlotState | None] = [None] * num_slots  # None: nothing rare
         self.busy: set[int] = set()  # slots whose mask or counts may change with the next token
         self.last = np.zeros(num_slots, np.int32)  # the last known token
@@ -157,10 +157,10 @@ class Slots:
             self.arrays["mask"][slot] = 0 if words is None else words.ctypes.data
         seen = state.seen
         if seen is not None:
-            pair = self.seen[slot]
-            if pair is None or pair[0] is not seen.ids:
-                self.seen[slot] = seen.ids, seen.counts
+            shown = self.seen[slot]
+            if shown is None or shown[0] is not seen.ids:
                 self.arrays["seen_ids"][slot], self.arrays["seen_counts"][slot] = seen.ids.ctypes.data, seen.counts.ctypes.data
+            self.seen[slot] = seen.ids, seen.counts, seen.num
             self.arrays["num_seen"][slot] = seen.num
         if seen is not None or (state.mask is not None and not state.mask.settled):
             self.busy.add(slot)
