@@ -52,7 +52,7 @@ class Ops(Protocol):
         Query head h reads KV head h // (H/G). Softmax in partitions of 256 absolute positions, combined left to right: in
         one, m = max of the scores, P = exp(score - m), the sum over P in float32, then P rounded to act for P·V. The
         quotient is rounded to act once, at the end. Masked positions are left out by selection: what the cache holds
-        there, NaN too, has no influence.
+        beyond a sequence's kv_len, or before all its windows, has no influence, NaN neither.
 
         Source: Milakov & Gimelshein 2018 (online softmax).
         """
