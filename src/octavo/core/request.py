@@ -37,12 +37,15 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # prompt + output so far
     draft: list[int] = field(default_factory=list)  # proposed, not yet accepted
     num_computed: int = 0  # leading tokens whose K and V are in the cache
-    num_scored: int = 0  # leading prompt tokens whose prompt_logprobs were planned already
+    num_scored: int = 0  # leading rows of the prompt whose prompt_logprobs are out already
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     state: State = State.WAITING
     slot: int = -1  # the runner's place for it while RUNNING
     epoch: int = 0  # rises at each preemption or abort: older results are dropped
     preemptions: int = 0
+    known: int = 0  # leading tokens that the runner was told when it gave the slot; later ones it sampled itself
+    ahead: int = 0  # tokens that planned steps will sample and that are not committed yet
+    served: int = 0  # number of the last plan with a part of this request
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -60,5 +63,5 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are known (or drafted) and not computed yet."""
-        return len(self.tokens) + len(self.draft) - self.num_computed
+        """Tokens that are known (or drafted, or about to be sampled) and not computed yet."""
+        return len(self.tokens) + self.ahead + len(self.draft) - self.num_computed

@@ -61,6 +61,7 @@ class SlotResult(msgspec.Struct, frozen=True):
     logprobs: list[LogprobRow] | None = None  # one per token, when params.logprobs is set
     prompt_logprobs: list[LogprobRow] | None = None  # one per scored position of the item
     draft: list[int] = []  # proposed for the next step
+    error: str | None = None  # this request cannot go on, and why; the others of the step can
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -1,0 +1,394 @@
+"""Scheduler: decides what each step computes (plan) and what its result means (commit).
+
+The one rule: a running request's ``num_computed`` catches up with the tokens that it has, under one token budget per
+step, and when nothing is left to compute the step samples. There is no prefill and no decode. Five hooks, and no
+branch for any feature: the policy, the admission predicates, the KvManager, ``lookahead`` and ``budget(now)``.
+
+Who is served. Running requests go by pending tokens, ascending, then rank: decodes before chunks, so that no early
+partial prefill takes the whole budget. Equals that a step cannot all serve take turns (who was served longest ago is
+first). A request is admitted only with budget that is left when every running one is served in full; so running
+requests are never more than the budget, and under a steady budget each is served at every step. When the budget
+shrinks under its hook, nobody joins those who take turns. Hence no starvation.
+
+Why preemption ends. A victim is the last in policy order, so the first in order is never one while others run; and
+alone it always finds its blocks, because ``_limit`` keeps a request within the pool. So the first in order always gets
+on, finishes, and makes the next one first. (A waiting request that ranks before all running ones is admitted next:
+nobody passes the head of the queue.) There are few preemptions, too: one happens only when a request needs a block
+for a newly sampled token, a resumed request gets the blocks of its whole context at once, and output tokens are kept.
+So each block boundary of each request costs one preemption at most: in all, no more than the blocks that all
+requests would take side by side.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from octavo.config import SchedulerConfig
+from octavo.core.output import Delta
+from octavo.core.request import Request, State
+from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
+from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerDied
+from octavo.kv.manager import NO_MATCH, KvManager
+from octavo.observe.events import Admitted, Event, Finished, Preempted
+from octavo.scheduler.policy import Policy, make_policy
+from octavo.scheduler.queue import WaitingQueue
+
+AdmissionPredicate = Callable[[Request], bool]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, written by the Scheduler only."""
+
+    steps: int = 0  # plans made
+    tokens_planned: int = 0  # rows of all forward passes
+    tokens_sampled: int = 0  # output tokens committed
+    preemptions: int = 0
+    tokens_lost: int = 0  # computed tokens that preemptions threw away
+
+
+class _Part(NamedTuple):
+    """A request's part of the plan being made. It may yet be taken out, by a preemption."""
+
+    take: int  # tokens
+    new_blocks: list[int]
+    first: bool = False  # the slot must be told who it is for
+
+
+class Scheduler:
+    """Decides which tokens of which requests each step computes. Plain data in, plain data out; it never logs.
+
+    ``plan`` may be called again before the last plan's result is committed; results are committed in plan order.
+    ``admission``: a request at the head of the queue is admitted only when all of these say yes; while one says no,
+    nobody passes it. ``lookahead``: token slots to reserve beyond the known ones (where a drafter writes). ``budget``:
+    the token budget at a time, at most ``max_num_batched_tokens``, which is also the default.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KvManager,
+        policy: Policy | None = None,
+        *,
+        admission: Sequence[AdmissionPredicate] = (),
+        lookahead: int = 0,
+        budget: Callable[[float], int] | None = None,
+    ) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(config, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}", name)
+        self.config = config
+        self.kv = kv
+        self.policy = policy or make_policy(config.policy)
+        self.counters = Counters()
+        self.waiting = WaitingQueue(self.policy)
+        self.running: list[Request] = []
+        self._admission = admission
+        self._lookahead = lookahead
+        self._budget = budget
+        self._requests: dict[str, Request] = {}  # waiting and running
+        self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones, the next at the end
+        self._freed: list[int] = []  # given up since the last plan
+        self._events: list[Event] = []  # since the last plan, or the last take_events
+        self._in_flight: dict[int, list[Request]] = {}  # plan number → whose items it has, in order
+        self._arrivals = 0
+        self._longest = min(config.max_model_len, kv.capacity + 1)  # tokens that any request may have
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Put a request into the queue.
+
+        Raises: InvalidRequest for an empty prompt or an id in use; ContextTooLong when the prompt leaves no room for
+        one output token in the context, or does not fit the KV pool.
+        """
+        length, context, capacity = request.num_prompt, self.config.max_model_len, self.kv.capacity
+        if request.id in self._requests:
+            raise InvalidRequest(f"request id {request.id!r} is in use by an unfinished request", "request_id")
+        if length == 0:
+            raise InvalidRequest("the prompt has no tokens; at least 1 is needed", "prompt")
+        if length >= context:
+            raise ContextTooLong(
+                f"the prompt has {length} tokens, the context {context}: at most {context - 1} leave room for an output token", "prompt"
+            )
+        if length > capacity:
+            raise ContextTooLong(
+                f"the prompt has {length} tokens, the KV pool holds {capacity} ({self.kv.pool.num_blocks} blocks of "
+                f"{self.kv.block_size}): shorten it or raise num_kv_blocks",
+                "prompt",
+            )
+        if request.max_total <= length:
+            raise InvalidRequest(f"max_total is {request.max_total}, the prompt alone has {length} tokens: no token may follow", "max_tokens")
+        self._arrivals += 1
+        request.order = self._arrivals
+        self._requests[request.id] = request
+        self.waiting.push(request)
+
+    def abort(self, request_id: str) -> Delta | None:
+        """End a request now, wherever it is; its last Delta, or None when it is unknown or has ended already."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._end(request, Delta(request_id, finish_reason="abort", num_cached=request.num_cached))
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last plan. Without this call it is in the next plan's ``events``."""
+        events, self._events = self._events, []
+        return events
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float = 0.0) -> StepPlan | None:
+        """Decide the next step, and write down that it will be computed. None when no request can get on: nobody is
+        there, the budget is 0, a predicate says no, or all that is left is in flight. Freed slots and events then wait
+        for the next plan.
+        """
+        budget = self._now(now)
+        chosen: dict[Request, _Part] = {}
+        preempted = self.counters.preemptions
+        budget = self._serve_running(budget, chosen)
+        if self.counters.preemptions == preempted:  # else blocks are short: nobody new in this step
+            self._admit_waiting(budget, chosen)
+        return self._build(chosen) if chosen else None
+
+    def _now(self, now: float) -> int:
+        limit = self.config.max_num_batched_tokens
+        return limit if self._budget is None else min(self._budget(now), limit)
+
+    def _limit(self, request: Request) -> int:
+        """Tokens that a request may have in the end. The last one is never computed, so it needs no place in the pool.
+
+        Fixed by the pool's size, not by what else runs: a request ends at the same token in any company.
+        """
+        return request.max_total if request.max_total < self._longest else self._longest
+
+    def _serve_running(self, budget: int, chosen: dict[Request, _Part]) -> int:
+        """Give running requests their tokens. Returns the budget that is left."""
+        rank, kv, lookahead = self.policy.rank, self.kv, self._lookahead
+        queue = [(r.num_pending, rank(r), r.served, r.order, r) for r in self.running]
+        queue.sort()  # order differs, so requests are never compared
+        for pending, _, _, _, request in queue:
+            if budget <= 0:
+                break
+            if request.state is not State.RUNNING:
+                continue  # preempted a moment ago
+            if pending == 0 or (request.ahead and len(request.tokens) + request.ahead >= self._limit(request)):
+                continue  # all is in flight
+            take = pending if pending < budget else budget
+            used = request.num_computed + take
+            reserve = min(used + lookahead, self._limit(request) - 1) if lookahead else 0
+            while (new_blocks := kv.grow(request.id, used, reserve)) is None:
+                victim = self.policy.victim(self.running)
+                gone = chosen.pop(victim, None)
+                budget += gone.take if gone else 0
+                self._preempt(victim, request, max(used, reserve))
+                if victim is request:
+                    break
+            if new_blocks is not None:
+                chosen[request] = _Part(take, new_blocks)
+                budget -= take
+        return budget
+
+    def _admit_waiting(self, budget: int, chosen: dict[Request, _Part]) -> None:
+        """Start or resume requests, in policy order, with the budget that is left. Nobody passes one that must wait.
+
+        The blocks of the whole known context are taken at once, and one more must be there (unless the request can
+        never use it): so nobody starts only to be preempted in the middle of its prompt for want of its own blocks.
+        """
+        while budget > 0 and self._slots:
+            request = self.waiting.first()
+            if request is None or not all(allows(request) for allows in self._admission):
+                return
+            length, most = len(request.tokens), self._limit(request) - 1
+            scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
+            match = self.kv.match(request.tokens) if scored else NO_MATCH  # what must be scored must be computed
+            room = max(min(length + self.kv.block_size, most), min(length + self._lookahead, most))
+            table = self.kv.admit(request.id, match, min(length + self._lookahead, most), room)
+            if table is None:
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.state = State.RUNNING
+            request.slot = self._slots.pop()
+            request.num_computed = match.num_tokens
+            request.known = length
+            if request.preemptions == 0:
+                request.num_cached = match.num_tokens
+            take = min(length - match.num_tokens, budget)
+            self.kv.grow(request.id, match.num_tokens + take)
+            chosen[request] = _Part(take, table, True)
+            budget -= take
+            self._events.append(Admitted(request.id, request.slot, match.num_tokens, request.preemptions > 0))
+
+    def _preempt(self, victim: Request, needy: Request, tokens: int) -> None:
+        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew.
+
+        Output tokens are kept. Rank and arrival order stay, so it is resumed before whoever came later.
+        """
+        free = self.kv.pool.num_free
+        freed = self._leave_slot(victim)
+        cause = f"{needy.id} needed {self.kv.blocks_for(tokens)} blocks for {tokens} tokens, {free} of {self.kv.pool.num_blocks} were free"
+        self._events.append(Preempted(victim.id, cause, victim.num_computed, freed))
+        self.counters.preemptions += 1
+        self.counters.tokens_lost += victim.num_computed
+        victim.num_computed = 0
+        victim.preemptions += 1
+        victim.state = State.WAITING
+        self.waiting.push(victim)
+
+    def _leave_slot(self, request: Request) -> int:
+        """Give up slot and blocks, and make every result in flight stale. Returns the blocks that became free."""
+        self.running.remove(request)
+        self._slots.append(request.slot)
+        self._freed.append(request.slot)
+        request.slot = -1
+        request.epoch += 1
+        request.ahead = 0
+        return self.kv.release(request.id)
+
+    def _build(self, chosen: dict[Request, _Part]) -> StepPlan:
+        """Turn the choice into a plan, and advance the requests as if it were computed."""
+        number = self.counters.steps = self.counters.steps + 1
+        items, charge, total = [], self.policy.charge, 0
+        for request, (take, new_blocks, first) in chosen.items():
+            start = request.num_computed
+            end = request.num_computed = start + take
+            sample = end == len(request.tokens) + request.ahead
+            if start >= request.known:
+                items.append(PlanItem(request.slot, request.epoch, start, [-1], sample, new_blocks))
+            else:
+                init = _introduce(request) if first else None
+                rows = _rows_to_score(request, start, end)
+                items.append(PlanItem(request.slot, request.epoch, start, request.tokens[start:end], sample, new_blocks, init, 0, *rows))
+            request.served = number
+            if sample:
+                request.ahead += 1
+            total += take
+            charge(request, take)
+        self.counters.tokens_planned += total
+        freed, self._freed = self._freed, []
+        self._in_flight[number] = list(chosen)
+        return StepPlan(number, items, freed, self.take_events())
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Delta]:
+        """Take in what a plan's execution found. Returns the news of each request that has any.
+
+        Results of requests that were preempted or have ended since are dropped.
+
+        Raises: WorkerDied when the result does not answer the plan (nothing is changed then).
+        """
+        _compare(plan, result)
+        deltas = []
+        for request, item, found in zip(self._in_flight.pop(plan.number), plan.items, result.slots, strict=True):
+            if request.epoch != item.epoch:
+                continue
+            if found.error is not None:
+                deltas.append(self._end(request, Delta(request.id, finish_reason="error", error=found.error, num_cached=request.num_cached)))
+                continue
+            if item.score_to > item.score_from:
+                request.num_scored = item.score_to
+            if item.sample:
+                deltas.append(self._append(request, found))
+            elif found.prompt_logprobs:
+                deltas.append(Delta(request.id, prompt_logprobs=found.prompt_logprobs, num_cached=request.num_cached))
+        return deltas
+
+    def _append(self, request: Request, found: SlotResult) -> Delta:
+        """A sampled token becomes a token of the request, which may be its last."""
+        token = found.tokens[0]
+        request.tokens.append(token)
+        request.ahead -= 1
+        self.counters.tokens_sampled += 1
+        reason, stop_reason = self._finish_reason(request, token)
+        delta = Delta(request.id, found.tokens, found.logprobs, found.prompt_logprobs or None, reason, stop_reason, request.num_cached)
+        return delta if reason is None else self._end(request, delta)
+
+    def _finish_reason(self, request: Request, token: int) -> tuple[str | None, int | None]:
+        """Whether this newest token ends the request, and why: (finish_reason, stop_reason)."""
+        params = request.params
+        if request.num_output >= params.min_tokens:
+            if token in request.eos_ids and not params.ignore_eos:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        return ("length", None) if len(request.tokens) >= self._limit(request) else (None, None)
+
+    def fail(self, plan: StepPlan, message: str) -> list[Delta]:
+        """End every request that has a part in a plan which could not be executed. Returns their last deltas.
+
+        It is not known how far the plan got, so its ``freed`` slots are named again in the next one.
+        """
+        deltas = []
+        for request, item in zip(self._in_flight.pop(plan.number), plan.items, strict=True):
+            if request.epoch == item.epoch:
+                deltas.append(self._end(request, Delta(request.id, finish_reason="error", error=message, num_cached=request.num_cached)))
+        taken = {request.slot for request in self.running}
+        self._freed.extend(slot for slot in plan.freed if slot not in self._freed and slot not in taken)
+        return deltas
+
+    def _end(self, request: Request, delta: Delta) -> Delta:
+        """The one way out: everything the request held is given up. Returns its last delta."""
+        if request.state is State.RUNNING:
+            self._leave_slot(request)
+        else:
+            self.waiting.remove(request)
+            request.epoch += 1
+        request.state = State.FINISHED
+        del self._requests[request.id]
+        assert delta.finish_reason is not None
+        self._events.append(Finished(request.id, delta.finish_reason))
+        return delta
+
+    def check(self) -> None:
+        """Restate the invariants from nothing, those of the KV manager included.
+
+        Raises: AssertionError, saying what is wrong.
+        """
+        self.kv.check()
+        waiting = list(self.waiting)
+        assert sorted(r.id for r in [*waiting, *self.running]) == sorted(self._requests), "a request is lost, or in two places"
+        assert self.kv.holders() == {r.id for r in self.running}, "a table without a running request, or the reverse"
+        slots = [r.slot for r in self.running] + self._slots
+        assert sorted(slots) == list(range(self.config.max_num_seqs)), f"slots are lost or doubled: {sorted(slots)}"
+        for request in waiting:
+            assert request.state is State.WAITING and request.slot == -1 and request.num_computed == 0 and request.ahead == 0, request
+        for request in self.running:
+            known = len(request.tokens) + request.ahead
+            assert request.state is State.RUNNING and 0 <= request.num_computed <= known, request
+            assert len(request.tokens) < self._limit(request), f"{request.id} should have ended"
+            flying = [(r, n) for n, requests in self._in_flight.items() for r in requests if r is request]
+            assert request.ahead <= len(flying), f"{request.id} waits for a token that no plan samples"
+
+
+def _introduce(request: Request) -> SlotInit:
+    """All that a runner needs to know about a request that is given a slot."""
+    return SlotInit(
+        request.id, request.params, request.seed, request.num_prompt, list(request.tokens), request.eos_ids, request.bad_words
+    )
+
+
+def _rows_to_score(request: Request, start: int, end: int) -> tuple[int, int]:
+    """Which of the rows start … end - 1 give prompt_logprobs that are not out yet: [from, to), (0, 0) for none."""
+    first, last = max(start, request.num_scored), min(end, request.num_prompt - 1)
+    return (first, last) if request.params.prompt_logprobs is not None and first < last else (0, 0)
+
+
+def _compare(plan: StepPlan, result: StepResult) -> None:
+    """Raises WorkerDied unless the result answers the plan item by item."""
+    if result.number != plan.number or len(result.slots) != len(plan.items):
+        raise WorkerDied(
+            f"the executor answered plan {plan.number} ({len(plan.items)} items) with result {result.number} ({len(result.slots)} items)"
+        )
+    for item, found in zip(plan.items, result.slots, strict=True):
+        if found.slot != item.slot or found.epoch != item.epoch:
+            raise WorkerDied(f"plan {plan.number}: slot {item.slot} epoch {item.epoch} was answered as slot {found.slot} epoch {found.epoch}")
+        if found.error is None:
+            scored, rows = item.score_to - item.score_from, len(found.prompt_logprobs or ())
+            if len(found.tokens) != item.sample or rows != scored:
+                raise WorkerDied(
+                    f"plan {plan.number}: slot {item.slot} should give {int(item.sample)} tokens and {scored} scored rows, "
+                    f"and gave {len(found.tokens)} and {rows}"
+                )

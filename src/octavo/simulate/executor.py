@@ -1,0 +1,197 @@
+"""SimExecutor: an executor without a model. The test double of the engine, and the simulator's machine.
+
+It sees what a runner sees (a plan, and what it remembers of each slot) and asserts the whole contract of plans. In
+place of K and V each cell of the block memory holds a hash of the sequence up to and including its token; a step reads
+back every cell of its context through the block table. So a wrong position, a stale, lost or overwritten block, or a
+block of two owners is found at the step that would have read it. The token after a sequence is a pure function of the
+sequence and the seed: a request has one right answer, whatever company, chunks and preemptions it meets.
+"""
+
+from collections.abc import Callable, Sequence
+
+from octavo.config import BLOCK_SIZE
+from octavo.core.output import LogprobRow
+from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
+
+MASK = 2**64 - 1
+
+
+def mix(state: int, value: int) -> int:
+    """Hash ``value`` into ``state``, both of 64 bits. Source: Steele, Lea & Flood 2014 (SplitMix64's finalizer)."""
+    z = (state + (value + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def hash_sequence(tokens: Sequence[int]) -> int:
+    """The hash of a whole sequence: what the cell of its last token holds."""
+    state = 0
+    for token in tokens:
+        state = mix(state, token)
+    return state
+
+
+def next_token(state: int, seed: int, vocab: int, banned: frozenset[int] = frozenset()) -> int:
+    """The token that follows a sequence with this hash: the first of a fixed series of draws that is not banned."""
+    draw = mix(state, seed)
+    while (token := draw % vocab) in banned:
+        draw = mix(draw, 0)
+    return token
+
+
+def logprob(state: int, token: int) -> float:
+    """A made-up log-probability of ``token`` after the sequence with this hash; between -16 and 0."""
+    return -(mix(state, token) >> 32) / 2**28
+
+
+class VirtualClock:
+    """Time that moves only when told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        """The time in seconds."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
+class _Slot:
+    """What a runner remembers of the request in a slot."""
+
+    def __init__(self, init: SlotInit, epoch: int) -> None:
+        params = init.params
+        self.init = init
+        self.epoch = epoch
+        self.tokens = list(init.tokens)
+        self.computed = 0
+        self.table: list[int] = []
+        self.banned = frozenset(init.eos_ids | set(params.stop_token_ids)) if params.min_tokens else frozenset()
+
+
+class SimExecutor:
+    """Executes plans on hashes. ``cost``: the seconds a plan takes, by which ``clock`` is advanced.
+
+    Raises: AssertionError at the first breach of the contract, with the plan's number and the slot.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        *,
+        vocab: int = 1000,
+        max_tokens: int | None = None,
+        clock: VirtualClock | None = None,
+        cost: Callable[[StepPlan], float] | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab = vocab
+        self._num_slots = num_slots
+        self._num_blocks = num_blocks
+        self._max_tokens = max_tokens  # rows of the largest step
+        self._clock = clock
+        self._cost = cost
+        self._slots: dict[int, _Slot] = {}
+        self._memory: list[int | None] = [None] * (num_blocks * block_size)
+        self._number = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Check a plan, then compute it."""
+        _require(plan.number > self._number, plan, None, f"comes after {self._number}")
+        self._number = plan.number
+        for slot in plan.freed:
+            self._slots.pop(slot, None)
+        self._check_whole(plan)
+        results = [self._run(plan, item) for item in plan.items]
+        seconds = self._cost(plan) if self._cost else 0.0
+        if self._clock:
+            self._clock.advance(seconds)
+        return StepResult(plan.number, results, seconds)
+
+    def shutdown(self) -> None:
+        """Forget everything."""
+        self._slots.clear()
+
+    @property
+    def occupied(self) -> set[int]:
+        """The slots that hold a request."""
+        return set(self._slots)
+
+    def _check_whole(self, plan: StepPlan) -> None:
+        """What concerns more than one item; takes in slots and blocks."""
+        _require(bool(plan.items), plan, None, "has no items")
+        _require(self._max_tokens is None or plan.num_tokens <= self._max_tokens, plan, None, f"has {plan.num_tokens} tokens")
+        _require(len({item.slot for item in plan.items}) == len(plan.items), plan, None, "names a slot twice")
+        for item in plan.items:
+            _require(0 <= item.slot < self._num_slots, plan, item, "the slot is out of range")
+            if item.init is not None:
+                _require(item.slot not in self._slots, plan, item, "is given out while occupied")
+                _require(len(item.init.tokens) >= item.init.prompt_len > 0, plan, item, "is introduced with too few tokens")
+                self._slots[item.slot] = _Slot(item.init, item.epoch)
+                self._slots[item.slot].computed = item.start  # what a prefix cache held
+            _require(item.slot in self._slots, plan, item, "is empty")
+            self._slots[item.slot].table.extend(item.new_blocks)
+        owned = [block for slot in self._slots.values() for block in slot.table]
+        _require(all(0 <= block < self._num_blocks for block in owned), plan, None, "names a block out of range")
+        _require(len(set(owned)) == len(owned), plan, None, "gives a block two owners")
+
+    def _check_item(self, plan: StepPlan, item: PlanItem, slot: _Slot) -> None:
+        count, start, end = len(item.tokens), item.start, item.start + len(item.tokens)
+        told, params, prompt_len = len(slot.init.tokens), slot.init.params, slot.init.prompt_len
+        _require(item.epoch == slot.epoch, plan, item, f"is in epoch {slot.epoch}")
+        _require(count > 0 and start == slot.computed, plan, item, f"has {slot.computed} tokens computed, the item starts at {start}")
+        _require(end <= len(slot.tokens), plan, item, f"has {len(slot.tokens)} tokens, the item ends at {end}")
+        _require(end <= len(slot.table) * self.block_size, plan, item, f"has blocks for fewer than {end} tokens")
+        expected = slot.tokens[start:end] if start < told else [-1]
+        _require(item.tokens == expected, plan, item, f"expects tokens {expected}, the item says {item.tokens}")
+        _require(item.sample == (end == len(slot.tokens)), plan, item, "samples exactly when nothing is left to compute")
+        _require(item.num_draft == 0, plan, item, "has drafts")
+        if item.score_to > item.score_from:
+            inside = start <= item.score_from and item.score_to <= min(end, prompt_len - 1)
+            _require(inside and params.prompt_logprobs is not None, plan, item, "scores rows that it may not")
+
+    def _run(self, plan: StepPlan, item: PlanItem) -> SlotResult:
+        slot = self._slots[item.slot]
+        self._check_item(plan, item, slot)
+        params, start = slot.init.params, item.start
+        state = 0
+        for position in range(start):  # attention reads the whole context back
+            state = mix(state, slot.tokens[position])
+            cell = self._memory[self._cell(slot, position)]
+            _require(cell == state, plan, item, f"the cell of position {position} was overwritten, or never written")
+        scored = []
+        for position in range(start, start + len(item.tokens)):
+            state = mix(state, slot.tokens[position])
+            self._memory[self._cell(slot, position)] = state
+            if item.score_from <= position < item.score_to:
+                scored.append(self._row(state, slot.tokens[position + 1], params.prompt_logprobs or 0))
+        slot.computed = start + len(item.tokens)
+        if not item.sample:
+            return SlotResult(item.slot, item.epoch, prompt_logprobs=scored or None)
+        early = len(slot.tokens) - slot.init.prompt_len < params.min_tokens
+        token = next_token(state, slot.init.seed, self.vocab, slot.banned if early else frozenset())
+        slot.tokens.append(token)
+        rows = None if params.logprobs is None else [self._row(state, token, params.logprobs)]
+        return SlotResult(item.slot, item.epoch, [token], rows, scored or None)
+
+    def _cell(self, slot: _Slot, position: int) -> int:
+        return slot.table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _row(self, state: int, token: int, top: int) -> LogprobRow:
+        """``token`` as the most likely one, then the ids from 0 on, as many alternatives as asked for."""
+        count = self.vocab if top < 0 else min(top, self.vocab)
+        ids = [token, *(i for i in range(count) if i != token)][:count]
+        return LogprobRow(token, logprob(state, token), 1, ids, [logprob(state, i) for i in ids])
+
+
+def _require(holds: bool, plan: StepPlan, item: PlanItem | None, message: str) -> None:
+    """An assertion that python -O keeps: finding broken plans is this class's work."""
+    if not holds:
+        where = "" if item is None else f"slot {item.slot} (epoch {item.epoch}) "
+        raise AssertionError(f"plan {plan.number}: {where}{message}")
