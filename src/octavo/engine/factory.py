@@ -1,0 +1,269 @@
+"""Wires an engine: source → spec → provider → weights → KV pool → runner → scheduler → EngineCore. The only file that does.
+
+Start-up is told to a Report as it happens; nothing is printed here.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from octavo.config import Config
+from octavo.core.sampling import SamplingParams
+from octavo.engine.core import EngineCore
+from octavo.errors import CheckpointError, ConfigError, InvalidRequest, UnsupportedError
+from octavo.kv.manager import KvManager
+from octavo.kv.prefix import make_prefix_index
+from octavo.kv.spec import KvSpec
+from octavo.models import registry
+from octavo.models.spec import ModelSpec
+from octavo.runner.memory import Ledger, available_memory, default_num_blocks, size
+from octavo.runner.runner import Runner
+from octavo.scheduler.scheduler import Scheduler
+from octavo.weights import hub
+from octavo.weights.checkpoint import open_checkpoint
+
+HEAD_TILE = 64  # rows of logits at once
+SAMPLING_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")  # vLLM's choice of keys
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+class Report(Protocol):
+    """Hears what start-up does, in order."""
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+
+    def progress(self, what: str, done: int, total: int | None) -> None:
+        """Bytes of a download or of the weights. May come from another thread."""
+
+    def end(self, phase: str, seconds: float) -> None:
+        """The phase is over."""
+
+    def note(self, text: str) -> None:
+        """A fact for people: the final settings, the ledger, the effective context."""
+
+
+class LogReport:
+    """Start-up as INFO lines of a logger: one per phase and per fact."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def begin(self, phase: str) -> None:
+        """Told at its end, with its time."""
+
+    def progress(self, what: str, done: int, total: int | None) -> None:
+        """Not told: a log is no progress bar."""
+
+    def end(self, phase: str, seconds: float) -> None:
+        """One line."""
+        self._logger.info("%s: %.2f s", phase, seconds)
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._logger.info("%s", text)
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """What turns text into tokens and back; the server's process will hold it, the engine's never."""
+
+    tokenizer: Any | None  # None: the checkpoint has none
+    end_ids: tuple[int, ...]  # the tokens that end an answer, the model's and the tokenizer's
+    defaults: SamplingParams  # the model's own sampling parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A wired engine."""
+
+    core: EngineCore
+    config: Config  # final
+    spec: ModelSpec
+    text: TextSide
+    ledger: Ledger
+
+
+def build(config: Config, report: Report) -> Engine:
+    """Make an engine. Raises: ConfigError, CheckpointError, UnsupportedError."""
+    with _phase(report, "finding the model"):
+        path = hub.resolve(config.model.model, config.model.revision, report.progress)
+        checkpoint = open_checkpoint(path)
+        spec = registry.read_spec(checkpoint)
+    dtype, why = compute_dtype(config, spec)
+    context_asked(config, spec)  # an impossible setting is told before the weights are read
+    with _phase(report, "reading the tokenizer"):
+        text = load_text(config, path, checkpoint, spec)
+    if text.tokenizer is None:
+        report.note("no tokenizer came with the model: prompts must be token ids, and outputs have no text")
+    with _phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
+        provider = make_provider(config, dtype)
+        model = registry.load(checkpoint, provider, dtype, spec=spec, progress=lambda done, total: report.progress("weights", done, total))
+    with _phase(report, "preparing the KV pool and the program"):
+        kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, config.kv.block_size)
+        available = available_memory()
+        final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
+        runner = _make_runner(final, provider, model, kv_spec)
+    kv = KvManager(_blocks(final), final.kv.block_size, make_prefix_index(final.kv.enable_prefix_caching))
+    core = EngineCore(Scheduler(final.scheduler, kv), runner)
+    ledger = Ledger(
+        weights=spec.num_params * (2 if dtype == "bfloat16" else 4), kv=_blocks(final) * kv_spec.bytes_per_block,
+        activations=activation_bytes(spec, final, dtype) + runner.batch.num_bytes, available=available,
+    )
+    for line in (f"dtype {dtype}{why}", *_summary(final, spec, kv_spec, provider), ledger.line()):
+        report.note(line)
+    return Engine(core, final, spec, text, ledger)
+
+
+def compute_dtype(config: Config, spec: ModelSpec) -> tuple[str, str]:
+    """The compute dtype and, in words, where it comes from. Raises: UnsupportedError for another KV dtype."""
+    asked = config.model.dtype
+    dtype = "bfloat16" if asked == "auto" else asked
+    if config.kv.kv_cache_dtype not in ("auto", dtype):
+        raise UnsupportedError(
+            f"kv_cache_dtype={config.kv.kv_cache_dtype!r} with dtype {dtype} is not served: the cache is kept in the compute dtype (auto)",
+            "kv_cache_dtype",
+        )
+    if dtype == spec.stored_dtype:
+        return dtype, ""
+    return dtype, f" (the checkpoint holds {spec.stored_dtype}{'; dtype=\"float32\" keeps more' if dtype == 'bfloat16' else ''})"
+
+
+def context_asked(config: Config, spec: ModelSpec) -> int:
+    """Tokens of context before the pool is looked at. Raises: ConfigError beyond what the model was made for."""
+    asked = config.model.max_model_len
+    if asked is not None and asked > spec.max_position:
+        raise ConfigError(f"max_model_len is {asked}; the model was made for {spec.max_position} tokens at most", "max_model_len")
+    return spec.max_position if asked is None else asked
+
+
+def resolve(config: Config, spec: ModelSpec, *, dtype: str, block_bytes: int, available: int | None) -> Config:
+    """The final settings, given the model and the memory: dtype, pool and context are numbers now.
+
+    The effective context is at most what the pool holds; an explicit ``max_model_len`` that does not fit is an error.
+
+    Raises: ConfigError naming the setting and the numbers.
+    """
+    context, block = context_asked(config, spec), config.kv.block_size
+    seqs = config.scheduler.max_num_seqs
+    blocks, given = config.kv.num_kv_blocks, "num_kv_blocks"
+    if config.kv.kv_cache_memory_bytes is not None:
+        blocks, given = config.kv.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
+        if blocks < 1:
+            raise ConfigError(f"kv_cache_memory_bytes is {config.kv.kv_cache_memory_bytes}; one block of {block} tokens takes {block_bytes}", given)
+    if blocks is None:
+        blocks = default_num_blocks(max_num_seqs=seqs, max_model_len=context, block_size=block, block_bytes=block_bytes, available=available)
+    elif available is not None and blocks * block_bytes > available:
+        raise ConfigError(
+            f"a KV pool of {blocks} blocks takes {size(blocks * block_bytes)}, and {size(available)} are available: at most {available // block_bytes} "
+            "blocks fit", given,
+        )
+    if config.model.max_model_len is not None and context > blocks * block:
+        raise ConfigError(
+            f"max_model_len is {context}, and the KV pool of {blocks} blocks holds {blocks * block} tokens: lower max_model_len to "
+            f"{blocks * block}, or give num_kv_blocks={math.ceil(context / block)} or more ({size(math.ceil(context / block) * block_bytes)})",
+            "max_model_len",
+        )
+    context = min(context, blocks * block)
+    return replace(
+        config, model=replace(config.model, dtype=dtype, max_model_len=context),
+        kv=replace(config.kv, num_kv_blocks=blocks, kv_cache_memory_bytes=None, kv_cache_dtype=dtype),
+        scheduler=replace(config.scheduler, max_model_len=context),
+    )
+
+
+def make_provider(config: Config, dtype: str) -> Any:
+    """The provider of the backend. Raises: UnsupportedError when its package is not here."""
+    if config.runner.backend == "torch":
+        try:
+            from octavo.ops.torch_ops import TorchProvider
+        except ModuleNotFoundError as error:
+            raise UnsupportedError(f"the torch backend needs {error.name}: pip install 'octavo[test]'", "backend") from error
+        if config.runner.num_threads is not None:
+            import torch
+
+            torch.set_num_threads(config.runner.num_threads)
+        return TorchProvider(dtype)
+    try:
+        from octavo.ops.native import NativeProvider
+    except ImportError as error:
+        raise UnsupportedError(f"the native library is not built ({error}): pip install . builds it", "backend") from error
+    return NativeProvider(dtype, num_threads=config.runner.num_threads)
+
+
+def load_text(config: Config, path: Path, checkpoint: Any, spec: ModelSpec) -> TextSide:
+    """Tokenizer, end tokens and sampling defaults. Raises: CheckpointError, UnsupportedError."""
+    from octavo.text.tokenizer import load_tokenizer
+
+    if config.model.tokenizer is not None:
+        path = hub.resolve(config.model.tokenizer, config.model.revision if "/" in config.model.tokenizer else None)
+        checkpoint = open_checkpoint(path) if path.is_file() else None
+    metadata = getattr(checkpoint, "metadata", None) if path.is_file() else None
+    has_one = "tokenizer.ggml.model" in metadata if metadata is not None else any((path / name).exists() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(path, metadata) if has_one or config.model.tokenizer is not None else None
+    ends = (*spec.eos_ids, *(() if tokenizer is None else tokenizer.end_ids))
+    generation = getattr(checkpoint, "generation_config", None) if config.model.generation_config else None
+    return TextSide(tokenizer, tuple(dict.fromkeys(token for token in ends if token < spec.vocab)), sampling_defaults(generation))
+
+
+def sampling_defaults(generation: dict[str, Any] | None) -> SamplingParams:
+    """The sampling parameters that generation_config.json asks for. Raises: CheckpointError for impossible ones."""
+    found = {name: generation[name] for name in SAMPLING_DEFAULTS if generation and generation.get(name) is not None}
+    if "max_new_tokens" in found:
+        found["max_tokens"] = found.pop("max_new_tokens")
+    try:
+        return SamplingParams(**found)
+    except InvalidRequest as error:
+        raise CheckpointError(f"generation_config.json: {error.message}", error.param) from error
+
+
+def activation_bytes(spec: ModelSpec, config: Config, dtype: str) -> int:
+    """An estimate of the forward pass's buffers at the largest step: one layer's, the residual stream, one tile of logits."""
+    act = 2 if dtype == "bfloat16" else 4
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    row = spec.hidden * (2 * 4 + act) + heads * 4 + spec.num_heads * spec.head_dim * 2 * act + spec.ffn * (2 * 4 + act)
+    rows = config.scheduler.max_num_batched_tokens
+    return rows * row + min(rows, HEAD_TILE) * spec.vocab * 4
+
+
+def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_spec: KvSpec) -> Runner:
+    try:
+        store = provider.kv_store(kv_spec, _blocks(config))
+        return Runner(
+            lambda batch, slots: provider.compile(model.fn, model.weights, model.spec, step=batch.arrays, slots=slots, kv=store),
+            kv=store, max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=config.scheduler.max_model_len, max_logprobs=config.runner.max_logprobs, vocab=model.spec.vocab,
+            block_size=config.kv.block_size,
+        )
+    except MemoryError as error:
+        raise ConfigError(f"the memory for {_blocks(config)} KV blocks and the step's arrays cannot be had: {error}", "num_kv_blocks") from error
+
+
+def _blocks(config: Config) -> int:
+    assert config.kv.num_kv_blocks is not None
+    return config.kv.num_kv_blocks
+
+
+def _summary(config: Config, spec: ModelSpec, kv_spec: KvSpec, provider: Any) -> Iterator[str]:
+    """The facts of a start, one line each."""
+    tokens, context = _blocks(config) * config.kv.block_size, config.scheduler.max_model_len
+    describe = getattr(provider, "describe", None)
+    yield f"backend {config.runner.backend}" + (f": {describe()}" if describe is not None else "")
+    yield f"settings {config}"
+    yield (f"KV pool of {_blocks(config)} blocks: {tokens} tokens at {size(kv_spec.bytes_per_token)} each, "
+           f"{tokens / context:.1f} requests of full length at once")
+    cut = f", cut from {spec.max_position} to what the KV pool holds" if context == tokens < spec.max_position else f" of {spec.max_position}"
+    yield f"context {context} tokens{cut if context < spec.max_position else ''}"
+
+
+@contextmanager
+def _phase(report: Report, name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    report.begin(name)
+    yield
+    report.end(name, time.perf_counter() - began)
