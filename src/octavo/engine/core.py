@@ -27,6 +27,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
         self.observers: list[Observer] = []
         self.failure: str | None = None
+        self.cause: BaseException | None = None  # what was raised at a break
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
@@ -112,7 +113,7 @@ class EngineCore:
 
     def _break(self, error: BaseException) -> list[Event]:
         """Answer everybody and stop for good: what executor and scheduler hold can no longer be trusted to agree."""
-        self.failure = f"{type(error).__name__}: {error}"
+        self.failure, self.cause = f"{type(error).__name__}: {error}", error
         return self._answer_all("error", f"the engine stopped in a step: {self.failure}")
 
     def _answer_all(self, reason: str, message: str | None) -> list[Event]:
