@@ -1,0 +1,215 @@
+"""The loader over tiny checkpoints: strict names and shapes, dtypes, both layouts, progress."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.checkpoints import make_tiny, random_weights, save_weights, tiny_config
+
+from octavo.errors import CheckpointError, UnsupportedError
+from octavo.models import registry
+from octavo.quant import bf16
+from octavo.weights import loader
+from octavo.weights.checkpoint import open_checkpoint
+
+
+class Recorder:
+    """A provider that keeps the host tensors it is given."""
+
+    def linear(self, parts: Sequence[Any], *, interleave: bool = False) -> Any:
+        return ("linear", list(parts), interleave)
+
+    def table(self, table: Any) -> Any:
+        return ("table", [table], False)
+
+    def vector(self, parts: Sequence[Any]) -> Any:
+        return ("vector", list(parts), False)
+
+
+def load(path: Path, dtype: str = "float32", **more: Any) -> Any:
+    with open_checkpoint(path) as checkpoint:
+        return registry.load(checkpoint, Recorder(), dtype, **more)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_weight_arrives(tmp_path: Path, stored: str, dtype: str) -> None:
+    path = make_tiny(tmp_path, "llama", tokenizer=False, dtype=stored, attention_bias=True, mlp_bias=True)
+    torch = pytest.importorskip("torch")
+    values = random_weights(tiny_config(attention_bias=True, mlp_bias=True), 0, 0.1)
+    want = {k: torch.from_numpy(v).to(getattr(torch, stored)).float() for k, v in values.items()}
+    matrix = {k: v.to(getattr(torch, dtype)).float().numpy() for k, v in want.items()}
+    w = load(path, dtype).weights
+
+    def same(handle: Any, kind: str, names: Sequence[str], values: dict[str, Any], interleave: bool = False) -> None:
+        assert (handle[0], handle[2]) == (kind, interleave)
+        for got, name in zip(handle[1], names, strict=True):
+            assert got.dtype == (np.uint16 if kind != "vector" and dtype == "bfloat16" else np.float32)
+            np.testing.assert_array_equal(bf16.from_bits(got) if got.dtype == np.uint16 else got, np.asarray(values[name]))
+
+    same(w.embed, "table", ["model.embed_tokens.weight"], matrix)
+    same(w.head, "linear", ["lm_head.weight"], matrix)
+    same(w.norm, "vector", ["model.norm.weight"], want)
+    assert len(w.layers) == 3
+    for i, layer in enumerate(w.layers):
+        names = {
+            "n1": ["input_layernorm.weight"], "n2": ["post_attention_layernorm.weight"],
+            "qkv": [f"self_attn.{x}_proj.weight" for x in "qkv"], "qkv_b": [f"self_attn.{x}_proj.bias" for x in "qkv"],
+            "o": ["self_attn.o_proj.weight"], "o_b": ["self_attn.o_proj.bias"],
+            "gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"], "gate_up_b": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
+            "down": ["mlp.down_proj.weight"], "down_b": ["mlp.down_proj.bias"],
+        }
+        for target, parts in names.items():
+            vector = target.startswith("n") or target.endswith("_b")
+            full = [f"model.layers.{i}.{part}" for part in parts]
+            same(getattr(layer, target), "vector" if vector else "linear", full, want if vector else matrix, target == "gate_up")
+
+
+def test_absent_biases_are_none_and_a_tied_head_is_the_table(tmp_path: Path) -> None:
+    w = load(make_tiny(tmp_path, "llama", tokenizer=False, tie_word_embeddings=True)).weights
+    assert w.head is w.embed
+    assert all(getattr(layer, name) is None for layer in w.layers for name in ("qkv_b", "o_b", "gate_up_b", "down_b"))
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, "llama", tokenizer=False)
+    seen: list[tuple[int, int]] = []
+    spec = load(path, "bfloat16", progress=lambda done, total: seen.append((done, total))).spec
+    vectors = (2 * spec.num_layers + 1) * spec.hidden
+    total = (spec.num_params - vectors) * 2 + vectors * 4
+    assert seen[-1] == (total, total) and len({t for _, t in seen}) == 1
+    assert [d for d, _ in seen] == sorted({d for d, _ in seen})  # rises at every call
+
+
+def rewrite(path: Path, change: Any) -> Path:
+    """The tiny checkpoint at ``path`` with its tensors changed."""
+    make_tiny(path, "llama", tokenizer=False)
+    weights = random_weights(tiny_config(), 0, 0.1)
+    change(weights)
+    save_weights(path, weights)
+    return path
+
+
+def test_missing_tensors_are_named_and_counted(tmp_path: Path) -> None:
+    def drop(weights: dict[str, Any]) -> None:
+        for name in [n for n in weights if "layers.1." in n or n == "lm_head.weight"]:
+            del weights[name]
+
+    with pytest.raises(CheckpointError, match=r"lacks 10 of 30 tensors: model\.layers\.1\.input_layernorm\.weight, .* and 2 more$") as caught:
+        load(rewrite(tmp_path, drop))
+    assert caught.value.param == "model.layers.1.input_layernorm.weight"
+
+
+def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    extra = {"model.layers.3.input_layernorm.weight": np.ones(64, np.float32), "model.layers.0.self_attn.q_norm.weight": np.ones(16, np.float32)}
+    with pytest.raises(CheckpointError, match=r"holds 2 tensors .*layers\.0\.self_attn\.q_norm\.weight, model\.layers\.3"):
+        load(rewrite(tmp_path, lambda weights: weights.update(extra)))
+
+
+def test_an_untied_model_with_biases_it_does_not_declare_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"o_proj\.bias"):
+        load(rewrite(tmp_path, lambda weights: weights.update({"model.layers.0.self_attn.o_proj.bias": np.ones(64, np.float32)})))
+
+
+def test_known_harmless_tensors_are_passed_over(tmp_path: Path) -> None:
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    assert load(rewrite(tmp_path / "a", lambda weights: weights.update(buffer))).weights.norm
+    make_tiny(tmp_path / "b", "llama", tokenizer=False, tie_word_embeddings=True)
+    save_weights(tmp_path / "b", random_weights(tiny_config(), 0, 0.1))  # with an lm_head.weight
+    w = load(tmp_path / "b").weights
+    assert w.head is w.embed
+
+
+def test_a_wrong_shape_tells_both(tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.down_proj.weight"
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.down_proj\.weight has the shape \[96, 64\].*asks for \[64, 96\]") as caught:
+        load(rewrite(tmp_path, lambda weights: weights.update({name: weights[name].T.copy()})))
+    assert caught.value.param == name
+
+
+def test_nothing_is_read_before_all_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rewrite(tmp_path, lambda weights: weights.pop("model.norm.weight"))
+    with open_checkpoint(path) as checkpoint:
+        monkeypatch.setattr(checkpoint, "read", lambda name: pytest.fail(f"read {name}"))
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+            registry.load(checkpoint, Recorder(), "float32")
+
+
+def write_gguf(path: Path, config: dict[str, Any], weights: dict[str, Any], arch: str, factors: Any = None) -> None:
+    """As converters write it: Llama's q and k rows pairwise, tensors under GGUF's names."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+             "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+             "model.layers.": "blk."}
+    for name, value in weights.items():
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
+        if arch == "llama" and heads:
+            value = np.ascontiguousarray(value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape))
+        for old, new in names.items():
+            name = name.replace(old, new)
+        writer.add_tensor(name, value)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(("arch", "overrides"), [("llama", {"attention_bias": True}), ("llama", {"tie_word_embeddings": True}), ("qwen2", {})])
+def test_gguf_gives_what_safetensors_give(tmp_path: Path, arch: str, overrides: dict[str, Any]) -> None:
+    config = tiny_config(arch, **overrides)
+    weights = random_weights(config, 0, 0.1)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, config, weights, arch, factors=np.full(8, 2, np.float32) if arch == "llama" else None)
+    got = load(path)
+    want = load(make_tiny(tmp_path / "hf", arch, tokenizer=False, **overrides))
+    pairs = [(want.weights, got.weights), *zip(want.weights.layers, got.weights.layers, strict=True)]
+    for a, b in pairs:
+        assert vars(a).keys() == vars(b).keys()
+        for name in vars(a).keys() - {"layers"}:
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None) == (y is None), name
+            if x is not None:
+                assert (x[0], x[2]) == (y[0], y[2])
+                for u, v in zip(x[1], y[1], strict=True):
+                    np.testing.assert_array_equal(u, v, err_msg=name)
+    assert got.spec.tied == want.spec.tied
+    scale = 2 if arch == "llama" else 1
+    assert got.spec.rope.inv_freq == tuple(x / scale for x in want.spec.rope.inv_freq)
+
+
+def test_gguf_with_two_sets_of_rope_factors_is_refused(tmp_path: Path) -> None:
+    config = tiny_config()
+    weights = random_weights(config, 0, 0.1) | {"rope_factors_long.weight": np.ones(8, np.float32)}
+    write_gguf(tmp_path / "m.gguf", config, weights, "llama")
+    with pytest.raises(UnsupportedError, match="longrope"):
+        load(tmp_path / "m.gguf")
+
+
+def test_unknown_gguf_architecture_lists_what_is_served(tmp_path: Path) -> None:
+    config = tiny_config()
+    write_gguf(tmp_path / "m.gguf", config, {}, "rwkv6")
+    with pytest.raises(UnsupportedError, match=r"'rwkv6' is not served; these are: llama, qwen2"):
+        load(tmp_path / "m.gguf")
+
+
+def test_to_halves_undoes_the_pairwise_order() -> None:
+    heads, size = 3, 8
+    halves = np.arange(heads * size * 2, dtype=np.float32).reshape(heads * size, 2)
+    order = [h * size + i // 2 + (size // 2 if i % 2 else 0) for h in range(heads) for i in range(size)]
+    np.testing.assert_array_equal(loader.to_halves(halves[order], heads), halves)
+    np.testing.assert_array_equal(loader.to_halves(halves[order, 0], heads), halves[:, 0])
