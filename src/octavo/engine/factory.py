@@ -6,9 +6,11 @@ Start-up is told to a Report as it happens; nothing is printed here.
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +20,7 @@ from octavo.engine.core import EngineCore
 from octavo.errors import CheckpointError, ConfigError, InvalidRequest, UnsupportedError
 from octavo.kv.manager import KvManager
 from octavo.kv.prefix import make_prefix_index
-from octavo.kv.spec import KvSpec
+from octavo.kv.spec import DTYPE_BYTES, KvSpec
 from octavo.models import registry
 from octavo.models.spec import ModelSpec
 from octavo.runner.memory import Ledger, available_memory, default_num_blocks, size
@@ -93,17 +95,15 @@ def build(config: Config, report: Report) -> Engine:
     """Make an engine. Raises: ConfigError, CheckpointError, UnsupportedError."""
     with _phase(report, "finding the model"):
         path = hub.resolve(config.model.model, config.model.revision, report.progress)
-        checkpoint = open_checkpoint(path)
+    with open_checkpoint(path) as checkpoint:
         spec = registry.read_spec(checkpoint)
-    dtype, why = compute_dtype(config, spec)
-    context_asked(config, spec)  # an impossible setting is told before the weights are read
-    with _phase(report, "reading the tokenizer"):
-        text = load_text(config, path, checkpoint, spec)
-    if text.tokenizer is None:
-        report.note("no tokenizer came with the model: prompts must be token ids, and outputs have no text")
-    with _phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
-        provider = make_provider(config, dtype)
-        model = registry.load(checkpoint, provider, dtype, spec=spec, progress=lambda done, total: report.progress("weights", done, total))
+        dtype, stored = compute_dtype(config), stored_types(checkpoint)
+        context_asked(config, spec)  # an impossible setting is told before the weights are read
+        with _phase(report, "reading the tokenizer"):
+            text = load_text(config, path, checkpoint, spec)
+        with _phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
+            provider = make_provider(config, dtype)
+            model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"))
     with _phase(report, "preparing the KV pool and the program"):
         kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, config.kv.block_size)
         available = available_memory()
@@ -112,26 +112,35 @@ def build(config: Config, report: Report) -> Engine:
     kv = KvManager(_blocks(final), final.kv.block_size, make_prefix_index(final.kv.enable_prefix_caching))
     core = EngineCore(Scheduler(final.scheduler, kv), runner)
     ledger = Ledger(
-        weights=spec.num_params * (2 if dtype == "bfloat16" else 4), kv=_blocks(final) * kv_spec.bytes_per_block,
-        activations=activation_bytes(spec, final, dtype) + runner.batch.num_bytes, available=available,
+        weights=spec.num_params * DTYPE_BYTES[dtype], kv=_blocks(final) * kv_spec.bytes_per_block,
+        activations=activation_bytes(spec, final) + runner.batch.num_bytes, available=available,
     )
-    for line in (f"dtype {dtype}{why}", *_summary(final, spec, kv_spec, provider), ledger.line()):
+    more = "; dtype=float32 keeps more of it" if dtype == "bfloat16" and stored[0] in ("F16", "F32") else ""
+    report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
+    for line in (*_summary(final, spec, kv_spec, provider), ledger.line()):
         report.note(line)
+    if text.tokenizer is None:
+        report.note("no tokenizer came with the model: prompts must be token ids, and outputs have no text")
     return Engine(core, final, spec, text, ledger)
 
 
-def compute_dtype(config: Config, spec: ModelSpec) -> tuple[str, str]:
-    """The compute dtype and, in words, where it comes from. Raises: UnsupportedError for another KV dtype."""
-    asked = config.model.dtype
-    dtype = "bfloat16" if asked == "auto" else asked
+def compute_dtype(config: Config) -> str:
+    """The compute dtype: auto is bfloat16. Raises: UnsupportedError for another KV dtype."""
+    dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
     if config.kv.kv_cache_dtype not in ("auto", dtype):
         raise UnsupportedError(
             f"kv_cache_dtype={config.kv.kv_cache_dtype!r} with dtype {dtype} is not served: the cache is kept in the compute dtype (auto)",
             "kv_cache_dtype",
         )
-    if dtype == spec.stored_dtype:
-        return dtype, ""
-    return dtype, f" (the checkpoint holds {spec.stored_dtype}{'; dtype=\"float32\" keeps more' if dtype == 'bfloat16' else ''})"
+    return dtype
+
+
+def stored_types(checkpoint: Any) -> list[str]:
+    """The types that the checkpoint's tensors are stored in, the one with the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for name in checkpoint.names():
+        sizes[checkpoint.dtype(name)] += checkpoint.nbytes(name)
+    return [kind for kind, _ in sizes.most_common()]
 
 
 def context_asked(config: Config, spec: ModelSpec) -> int:
@@ -160,8 +169,8 @@ def resolve(config: Config, spec: ModelSpec, *, dtype: str, block_bytes: int, av
         blocks = default_num_blocks(max_num_seqs=seqs, max_model_len=context, block_size=block, block_bytes=block_bytes, available=available)
     elif available is not None and blocks * block_bytes > available:
         raise ConfigError(
-            f"a KV pool of {blocks} blocks takes {size(blocks * block_bytes)}, and {size(available)} are available: at most {available // block_bytes} "
-            "blocks fit", given,
+            f"a KV pool of {blocks} blocks takes {size(blocks * block_bytes)}, and {size(available)} are available: "
+            f"at most {available // block_bytes} blocks fit", given,
         )
     if config.model.max_model_len is not None and context > blocks * block:
         raise ConfigError(
@@ -222,9 +231,9 @@ def sampling_defaults(generation: dict[str, Any] | None) -> SamplingParams:
         raise CheckpointError(f"generation_config.json: {error.message}", error.param) from error
 
 
-def activation_bytes(spec: ModelSpec, config: Config, dtype: str) -> int:
+def activation_bytes(spec: ModelSpec, config: Config) -> int:
     """An estimate of the forward pass's buffers at the largest step: one layer's, the residual stream, one tile of logits."""
-    act = 2 if dtype == "bfloat16" else 4
+    act = DTYPE_BYTES[config.model.dtype]
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     row = spec.hidden * (2 * 4 + act) + heads * 4 + spec.num_heads * spec.head_dim * 2 * act + spec.ffn * (2 * 4 + act)
     rows = config.scheduler.max_num_batched_tokens

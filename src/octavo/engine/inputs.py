@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
 from octavo.engine import groups
@@ -85,21 +87,20 @@ class Inputs:
         self._check_choice(params, bad_words)
         return bad_words
 
-    def requests(self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival: float, priority: int = 0) -> list[Request]:
-        """The n Requests of one checked prompt. Takes a seed from the engine's counter when the parameters have none.
-
-        Raises: InvalidRequest, as check() does; then no seed is taken.
-        """
-        bad_words = self.check(params)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequest(f"priority must be a whole number, not {priority!r}", "priority")
+    def requests(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], *, arrival: float, priority: int = 0
+    ) -> list[Request]:
+        """The n Requests of a prompt and parameters that were checked. Takes a seed from the engine's counter if there is none."""
         # Negative seeds are the same 64 bits read as unsigned.
         seed = groups.engine_seed(self._seed, next(self._unseeded)) if params.seed is None else params.seed & groups.MASK
         room = self.max_model_len if params.max_tokens is None else len(prompt.ids) + params.max_tokens
+        # The prompt is scored once, not n times.
+        unscored = msgspec.structs.replace(params, prompt_logprobs=None) if params.n > 1 and params.prompt_logprobs is not None else params
         return [
             Request(
-                id=groups.child_id(request_id, index, params.n), prompt=prompt.ids, params=params, max_total=min(room, self.max_model_len),
-                eos_ids=self.eos_ids, seed=groups.child_seed(seed, index), arrival=arrival, priority=priority, bad_words=bad_words,
+                id=groups.child_id(request_id, index, params.n), prompt=prompt.ids, params=unscored if index else params,
+                max_total=min(room, self.max_model_len), eos_ids=self.eos_ids, seed=groups.child_seed(seed, index), arrival=arrival,
+                priority=priority, bad_words=bad_words,
             )
             for index in range(params.n)
         ]

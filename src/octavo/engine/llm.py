@@ -1,0 +1,274 @@
+"""LLM: the engine in the caller's process, with vLLM's shapes."""
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from octavo.config import Config
+from octavo.core.output import RequestOutput
+from octavo.core.sampling import SamplingParams
+from octavo.engine import factory
+from octavo.engine.console import LOGGER, progress_bar, show_log
+from octavo.engine.driver import Driver
+from octavo.engine.inputs import Inputs, Prompt
+from octavo.engine.outputs import Answer
+from octavo.engine.settings import make_config
+from octavo.errors import ConfigError, InvalidRequest, RequestError, WorkerDied
+
+
+class LLM:
+    """A model, ready to answer prompts.
+
+    ``model`` is a directory in Hugging Face layout, a .gguf file, a Hub id or a short name. Settings have vLLM's names and
+    are checked before anything is loaded; ``max_model_len`` may be "32k" or "auto", ``generation_config="vllm"`` ignores the
+    model's own sampling defaults, ``backend="torch"`` runs the oracle instead of the native kernels. ``report`` hears the
+    start-up (engine.factory.Report); by default it is logged by the logger "octavo" (environment: OCTAVO_LOG=warning is quiet).
+
+    A context manager. Calls from several threads are safe; they share the engine's steps.
+
+    Raises: ConfigError, CheckpointError, UnsupportedError.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, dtype: str = "auto", quantization: str | None = None, max_model_len: int | str | None = None,
+        max_num_seqs: int = 256, max_num_batched_tokens: int | None = None, block_size: int = 16, num_kv_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None, enable_prefix_caching: bool | None = None, kv_cache_dtype: str = "auto",
+        num_threads: int | None = None, seed: int = 0, tokenizer: str | None = None, revision: str | None = None,
+        scheduling_policy: str = "fcfs", max_logprobs: int = 20, generation_config: str = "auto", chat_template: str | None = None,
+        backend: str = "native", report: factory.Report | None = None,
+    ) -> None:
+        config = make_config(
+            model, dtype=dtype, quantization=quantization, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes, enable_prefix_caching=enable_prefix_caching, kv_cache_dtype=kv_cache_dtype,
+            num_threads=num_threads, seed=seed, tokenizer=tokenizer, revision=revision, scheduling_policy=scheduling_policy,
+            max_logprobs=max_logprobs, generation_config=generation_config, chat_template=chat_template, backend=backend,
+        )
+        if report is None:
+            show_log()
+            report = factory.LogReport(LOGGER)
+        began = time.perf_counter()
+        self._engine: factory.Engine | None = factory.build(config, report)
+        engine = self._engine
+        report.note(f"ready in {time.perf_counter() - began:.2f} s")
+        self._inputs = Inputs(
+            tokenizer=engine.text.tokenizer, vocab=engine.spec.vocab, max_model_len=engine.config.scheduler.max_model_len,
+            max_logprobs=engine.config.runner.max_logprobs, eos_ids=engine.text.end_ids, seed=engine.config.runner.seed,
+        )
+        self._driver = Driver(engine.core)
+        self._numbers = itertools.count()
+        self._template: Any = None
+
+    # -- facts
+
+    @property
+    def config(self) -> Config:
+        """The final settings."""
+        return self._running().config
+
+    @property
+    def ledger(self) -> factory.Ledger:
+        """Where the memory went."""
+        return self._running().ledger
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._inputs.vocab
+
+    @property
+    def max_model_len(self) -> int:
+        """The effective context in tokens: prompt and output together."""
+        return self._inputs.max_model_len
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request lost its blocks to another since the start."""
+        return self._running().core.counters.preemptions
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer. Raises: ConfigError when the model came without one."""
+        tokenizer = self._running().text.tokenizer
+        if tokenizer is None:
+            raise ConfigError("this model came without a tokenizer: give the setting tokenizer", "tokenizer")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds where a call gives no sampling parameters: the model's generation_config.json, where it says anything."""
+        return self._running().text.defaults
+
+    # -- answers
+
+    def generate(
+        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all of them in one batch. Results come in the prompts' order.
+
+        ``prompts`` is one or a sequence of: a string, {"prompt": …}, {"prompt_token_ids": […]}, a list of token ids.
+        ``sampling_params`` and ``priority`` (smaller is more urgent) are one for all, or one per prompt.
+
+        Raises: InvalidRequest, ContextTooLong, naming the field (nothing has run then, and the engine goes on);
+        WorkerDied.
+        """
+        given = [prompts] if _is_one(prompts) else list(prompts)
+        return self._run(given, sampling_params, priority, use_tqdm, add_special_tokens=True)
+
+    def chat(
+        self, messages: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
+        add_generation_prompt: bool = True, continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations: one (a list of messages) or a list of them. Results come in their order.
+
+        Raises: as generate(); InvalidRequest also for messages that the template refuses.
+        """
+        several = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages[0], Mapping)
+        given = [
+            self._render(one, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs)
+            for one in (messages if several else [messages])
+        ]
+        return self._run(given, sampling_params, None, use_tqdm, add_special_tokens=False)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> "Stream":
+        """Complete one prompt, yielding what is new (texts and token ids as differences) as soon as it is there.
+
+        The prompt is checked and queued at once. Closing the iterator, or dropping it, aborts the request.
+
+        Raises: as generate().
+        """
+        return self._stream(prompt, sampling_params, add_special_tokens=True)
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None, chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> "Stream":
+        """Answer one conversation as stream() does."""
+        text = self._render(messages, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs)
+        return self._stream(text, sampling_params, add_special_tokens=False)
+
+    # -- end
+
+    def shutdown(self) -> None:
+        """End what is unfinished and give up weights, KV pool and threads. May be called twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._driver.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    # -- inside
+
+    def _running(self) -> factory.Engine:
+        if self._engine is None:
+            raise WorkerDied("this LLM was shut down; make a new one")
+        return self._engine
+
+    def _run(self, given: list[Any], params: Any, priority: Any, use_tqdm: bool, *, add_special_tokens: bool) -> list[RequestOutput]:
+        answers = self._submit(given, params, priority, add_special_tokens=add_special_tokens)
+        try:
+            with progress_bar(answers, use_tqdm) as tick:
+                while not all(answer.finished for answer in answers):
+                    self._driver.step()
+                    tick()
+        except BaseException:  # an interrupt too: what this call asked for is taken back, the engine goes on
+            self._driver.abort(answers)
+            raise
+        outputs = [answer.output() for answer in answers]
+        for output in outputs:
+            for sample in output.outputs:
+                if sample.finish_reason == "error":
+                    LOGGER.error("request %s, sample %d: %s", output.request_id, sample.index, sample.stop_reason)
+        return outputs
+
+    def _stream(self, prompt: Any, params: SamplingParams | None, *, add_special_tokens: bool) -> "Stream":
+        return Stream(self._driver, self._submit([prompt], params, None, add_special_tokens=add_special_tokens)[0])
+
+    def _submit(self, given: list[Any], params: Any, priority: Any, *, add_special_tokens: bool) -> list[Answer]:
+        """Check everything, then queue everything."""
+        engine = self._running()
+        every_params = _one_each(engine.text.defaults if params is None else params, len(given), "sampling_params", SamplingParams)
+        priorities = _one_each(0 if priority is None else priority, len(given), "priority", int)
+        words: dict[int, tuple[tuple[int, ...], ...]] = {}  # by identity: one object for all prompts is checked once
+        prompts: list[Prompt] = []
+        for number, (one, its) in enumerate(zip(given, every_params, strict=True)):
+            try:
+                if id(its) not in words:
+                    words[id(its)] = self._inputs.check(its)
+                prompts.append(self._inputs.prompt(one, add_special_tokens=add_special_tokens))
+            except RequestError as error:
+                raise _placed(error, number, len(given)) from error.__cause__
+        now = time.monotonic()
+        batch = []
+        for prompt, its, urgency in zip(prompts, every_params, priorities, strict=True):
+            request_id = str(next(self._numbers))
+            requests = self._inputs.requests(request_id, prompt, its, words[id(its)], arrival=now, priority=urgency)
+            batch.append((Answer(request_id, prompt, its, engine.text.tokenizer, now), requests))
+        self._driver.submit(batch)
+        return [answer for answer, _ in batch]
+
+    def _render(self, messages: Any, add_generation_prompt: bool, continue_final_message: bool, tools: Any, chat_template: str | None,
+                kwargs: Mapping[str, Any] | None) -> str:
+        raise NotImplementedError
+
+
+class Stream(Iterator[RequestOutput]):
+    """One answer's news as they come. ``close()``, an exception, or dropping it aborts the request."""
+
+    def __init__(self, driver: Driver, answer: Answer) -> None:
+        self._driver = driver
+        self._answer = answer
+        self._closed = False
+
+    def __next__(self) -> RequestOutput:
+        """The next news; steps the engine until there are some."""
+        while (news := self._answer.news()) is None:
+            if self._answer.finished or self._closed:
+                raise StopIteration
+            try:
+                self._driver.step()
+            except BaseException:
+                self.close()
+                raise
+        return news
+
+    def close(self) -> None:
+        """Abort what is unfinished."""
+        self._closed = True
+        self._driver.abort([self._answer])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is a single prompt: text, a dictionary, or a list of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    if not hasattr(prompts, "__iter__"):
+        raise InvalidRequest(f"prompts must be a prompt or a sequence of them, not {type(prompts).__name__}", "prompts")
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(hasattr(item, "__index__") for item in prompts)
+
+
+def _one_each(value: Any, count: int, name: str, kind: type) -> list[Any]:
+    """One value for all, or as many as there are prompts. Raises: InvalidRequest."""
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
+    if len(values) != count:
+        raise InvalidRequest(f"{name} has {len(values)} entries for {count} prompts", name)
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, kind):
+            raise InvalidRequest(f"{name} must be {kind.__name__} or a sequence of them, not {item!r}", name)
+    return values
+
+
+def _placed(error: RequestError, number: int, count: int) -> RequestError:
+    """The same error, saying which of several prompts is meant."""
+    return error if count == 1 else type(error)(f"prompt {number} of {count}: {error.message}", error.param)
