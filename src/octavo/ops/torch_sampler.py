@@ -8,15 +8,20 @@ import torch
 _MASK = 0xFFFFFFFF
 
 
-def philox_uniform(seed: int, position: int) -> float:
-    """The uniform in [0, 1) of (seed, position): Philox4x32-10, as table.Program lays it out. Source: Salmon et al. 2011."""
-    c0, c1, c2, c3 = position & _MASK, 0, 0, 0
-    k0, k1 = seed & _MASK, seed >> 32 & _MASK
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 over 32-bit words. Source: Salmon et al. 2011."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
     for _ in range(10):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = b >> 32 ^ c1 ^ k0, b & _MASK, a >> 32 ^ c3 ^ k1, a & _MASK
         k0, k1 = k0 + 0x9E3779B9 & _MASK, k1 + 0xBB67AE85 & _MASK
-    return (c0 >> 8) * 2.0**-24
+    return c0, c1, c2, c3
+
+
+def philox_uniform(seed: int, position: int) -> float:
+    """The uniform in [0, 1) of (seed, position), as table.Program lays it out."""
+    return (philox((position, 0, 0, 0), (seed & _MASK, seed >> 32))[0] >> 8) * 2.0**-24
 
 
 def adjusted(logits: torch.Tensor, slots: Any, slot: int) -> torch.Tensor:
