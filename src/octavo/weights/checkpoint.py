@@ -1,6 +1,7 @@
 """A model's tensors by name, whether they lie in one GGUF file or in the safetensors of a Hugging Face directory."""
 
 import os
+import reprlib
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -96,7 +97,7 @@ class GgufCheckpoint(Checkpoint):
         parts = self.metadata.get("split.count", 1)
         if parts not in (0, 1):
             self.close()
-            raise UnsupportedError(f"{path} is one of {parts!r:.40} parts of a model; join them with `llama-gguf-split --merge`")
+            raise UnsupportedError(f"{path} is one of {reprlib.repr(parts)} parts of a model; join them with `llama-gguf-split --merge`")
 
 
 class HfCheckpoint(Checkpoint):
@@ -133,7 +134,7 @@ class HfCheckpoint(Checkpoint):
             raise CheckpointError(f"{index}: weight_map must be an object that names the file of each tensor")
         for tensor, shard in places.items():
             if not isinstance(shard, str) or not shard.endswith(".safetensors") or "/" in shard or "\\" in shard or "\0" in shard:
-                raise CheckpointError(f"{index}: tensor {tensor!r} is placed in {shard!r:.100}, which is no .safetensors file of this directory")
+                raise CheckpointError(f"{index}: tensor {tensor!r} is placed in {reprlib.repr(shard)}, no .safetensors file of this directory")
         for shard in sorted(set(places.values())):
             if not (self.path / shard).exists():
                 missing = sum(place == shard for place in places.values())

@@ -12,6 +12,7 @@ Source: the GGUF specification, ggml-org/ggml, docs/gguf.md.
 """
 
 import os
+import reprlib
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -281,7 +282,7 @@ class _Parser:
     def alignment(self, metadata: GgufMetadata) -> int:
         value = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1) or value >= 1 << 32:
-            raise self.fail(f"general.alignment must be a power of two below 2^32, not {value!r:.80}")
+            raise self.fail(f"general.alignment must be a power of two below 2^32, not {reprlib.repr(value)}")
         return value
 
     def tensor(self, index: int) -> GgufTensor:

@@ -8,6 +8,7 @@ Source: the safetensors format description, huggingface/safetensors.
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -108,7 +109,7 @@ class SafetensorsFile:
         offsets: Any
         dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
         if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMS:
-            raise self._fail(f"the header's entry of tensor {name!r} makes no sense: {entry!r:.200}")
+            raise self._fail(f"the header's entry of tensor {name!r} makes no sense: {reprlib.repr(entry)}")
         if dtype not in DTYPE_BITS:
             raise UnsupportedError(f"{self.path}: tensor {name!r} has the unknown type {dtype!r:.40}")
         bits = DTYPE_BITS[dtype]
