@@ -3,7 +3,6 @@
 Start-up is told to a Report as it happens; nothing is printed here.
 """
 
-import logging
 import math
 import time
 from collections import Counter
@@ -12,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from octavo.config import Config
 from octavo.core.sampling import SamplingParams
 from octavo.engine.core import EngineCore
+from octavo.engine.report import Report
 from octavo.errors import CheckpointError, ConfigError, InvalidRequest, UnsupportedError
 from octavo.kv.manager import KvManager
 from octavo.kv.prefix import make_prefix_index
@@ -26,49 +26,14 @@ from octavo.models.spec import ModelSpec
 from octavo.runner.memory import Ledger, available_memory, default_num_blocks, size
 from octavo.runner.runner import Runner
 from octavo.scheduler.scheduler import Scheduler
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import load_tokenizer
 from octavo.weights import hub
 from octavo.weights.checkpoint import open_checkpoint
 
 HEAD_TILE = 64  # rows of logits at once
 SAMPLING_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")  # vLLM's choice of keys
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-class Report(Protocol):
-    """Hears what start-up does, in order."""
-
-    def begin(self, phase: str) -> None:
-        """A phase begins."""
-
-    def progress(self, what: str, done: int, total: int | None) -> None:
-        """Bytes of a download or of the weights. May come from another thread."""
-
-    def end(self, phase: str, seconds: float) -> None:
-        """The phase is over."""
-
-    def note(self, text: str) -> None:
-        """A fact for people: the final settings, the ledger, the effective context."""
-
-
-class LogReport:
-    """Start-up as INFO lines of a logger: one per phase and per fact."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-
-    def begin(self, phase: str) -> None:
-        """Told at its end, with its time."""
-
-    def progress(self, what: str, done: int, total: int | None) -> None:
-        """Not told: a log is no progress bar."""
-
-    def end(self, phase: str, seconds: float) -> None:
-        """One line."""
-        self._logger.info("%s: %.2f s", phase, seconds)
-
-    def note(self, text: str) -> None:
-        """One line."""
-        self._logger.info("%s", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +43,7 @@ class TextSide:
     tokenizer: Any | None  # None: the checkpoint has none
     end_ids: tuple[int, ...]  # the tokens that end an answer, the model's and the tokenizer's
     defaults: SamplingParams  # the model's own sampling parameters
+    template: ChatTemplate | None  # None: without a tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +173,6 @@ def make_provider(config: Config, dtype: str) -> Any:
 
 def load_text(config: Config, path: Path, checkpoint: Any, spec: ModelSpec) -> TextSide:
     """Tokenizer, end tokens and sampling defaults. Raises: CheckpointError, UnsupportedError."""
-    from octavo.text.tokenizer import load_tokenizer
-
     if config.model.tokenizer is not None:
         path = hub.resolve(config.model.tokenizer, config.model.revision if "/" in config.model.tokenizer else None)
         checkpoint = open_checkpoint(path) if path.is_file() else None
@@ -217,7 +181,19 @@ def load_text(config: Config, path: Path, checkpoint: Any, spec: ModelSpec) -> T
     tokenizer = load_tokenizer(path, metadata) if has_one or config.model.tokenizer is not None else None
     ends = (*spec.eos_ids, *(() if tokenizer is None else tokenizer.end_ids))
     generation = getattr(checkpoint, "generation_config", None) if config.model.generation_config else None
-    return TextSide(tokenizer, tuple(dict.fromkeys(token for token in ends if token < spec.vocab)), sampling_defaults(generation))
+    override = None if config.model.chat_template is None else read_template(config.model.chat_template)
+    template = None if tokenizer is None else ChatTemplate.of(tokenizer, override)
+    return TextSide(tokenizer, tuple(dict.fromkeys(token for token in ends if token < spec.vocab)), sampling_defaults(generation), template)
+
+
+def read_template(given: str) -> str:
+    """The setting chat_template: a file's path, or the template itself. Raises: ConfigError."""
+    try:
+        if "{" not in given:
+            return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template is neither a template nor a file that can be read: {error}", "chat_template") from None
+    return given
 
 
 def sampling_defaults(generation: dict[str, Any] | None) -> SamplingParams:

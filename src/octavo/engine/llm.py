@@ -5,18 +5,22 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config
 from octavo.core.output import RequestOutput
 from octavo.core.sampling import SamplingParams
-from octavo.engine import factory
 from octavo.engine.console import LOGGER, progress_bar, show_log
 from octavo.engine.driver import Driver
 from octavo.engine.inputs import Inputs, Prompt
 from octavo.engine.outputs import Answer
+from octavo.engine.report import LogReport, Report
 from octavo.engine.settings import make_config
 from octavo.errors import ConfigError, InvalidRequest, RequestError, WorkerDied
+
+if TYPE_CHECKING:
+    from octavo.engine.factory import Engine
+    from octavo.runner.memory import Ledger
 
 
 class LLM:
@@ -25,7 +29,7 @@ class LLM:
     ``model`` is a directory in Hugging Face layout, a .gguf file, a Hub id or a short name. Settings have vLLM's names and
     are checked before anything is loaded; ``max_model_len`` may be "32k" or "auto", ``generation_config="vllm"`` ignores the
     model's own sampling defaults, ``backend="torch"`` runs the oracle instead of the native kernels. ``report`` hears the
-    start-up (engine.factory.Report); by default it is logged by the logger "octavo" (environment: OCTAVO_LOG=warning is quiet).
+    start-up (engine.report.Report); by default it is logged by the logger "octavo" (environment: OCTAVO_LOG=warning is quiet).
 
     A context manager. Calls from several threads are safe; they share the engine's steps.
 
@@ -38,8 +42,10 @@ class LLM:
         kv_cache_memory_bytes: int | None = None, enable_prefix_caching: bool | None = None, kv_cache_dtype: str = "auto",
         num_threads: int | None = None, seed: int = 0, tokenizer: str | None = None, revision: str | None = None,
         scheduling_policy: str = "fcfs", max_logprobs: int = 20, generation_config: str = "auto", chat_template: str | None = None,
-        backend: str = "native", report: factory.Report | None = None,
+        backend: str = "native", report: Report | None = None,
     ) -> None:
+        from octavo.engine import factory  # numpy and all the rest: only now
+
         config = make_config(
             model, dtype=dtype, quantization=quantization, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
@@ -49,9 +55,9 @@ class LLM:
         )
         if report is None:
             show_log()
-            report = factory.LogReport(LOGGER)
+            report = LogReport(LOGGER)
         began = time.perf_counter()
-        self._engine: factory.Engine | None = factory.build(config, report)
+        self._engine: Engine | None = factory.build(config, report)
         engine = self._engine
         report.note(f"ready in {time.perf_counter() - began:.2f} s")
         self._inputs = Inputs(
@@ -60,7 +66,6 @@ class LLM:
         )
         self._driver = Driver(engine.core)
         self._numbers = itertools.count()
-        self._template: Any = None
 
     # -- facts
 
@@ -70,7 +75,7 @@ class LLM:
         return self._running().config
 
     @property
-    def ledger(self) -> factory.Ledger:
+    def ledger(self) -> "Ledger":
         """Where the memory went."""
         return self._running().ledger
 
@@ -167,7 +172,7 @@ class LLM:
 
     # -- inside
 
-    def _running(self) -> factory.Engine:
+    def _running(self) -> "Engine":
         if self._engine is None:
             raise WorkerDied("this LLM was shut down; make a new one")
         return self._engine
@@ -217,7 +222,13 @@ class LLM:
 
     def _render(self, messages: Any, add_generation_prompt: bool, continue_final_message: bool, tools: Any, chat_template: str | None,
                 kwargs: Mapping[str, Any] | None) -> str:
-        raise NotImplementedError
+        from octavo.text.chat_template import ChatTemplate
+
+        template = self._running().text.template
+        if template is None or chat_template is not None:
+            template = ChatTemplate.of(self.get_tokenizer(), chat_template)
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                               **(kwargs or {}))
 
 
 class Stream(Iterator[RequestOutput]):

@@ -5,14 +5,14 @@ from typing import Any
 
 from octavo.core.output import CompletionOutput, Delta, Logprob, LogprobRow, RequestMetrics, RequestOutput
 from octavo.core.sampling import SamplingParams
-from octavo.engine.detokenize import Detokenizer
+from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.inputs import Prompt
 
 
 class Sample:
     """One of the n sequences of an answer, as it grows."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Any | None) -> None:
+    def __init__(self, index: int, prompt: Prompt, params: SamplingParams, tokenizer: Any | None) -> None:
         self.index = index
         self.text = ""
         self.tokens: list[int] = []
@@ -20,9 +20,8 @@ class Sample:
         self.cumulative: float | None = None if params.logprobs is None else 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._keep_stop = params.include_stop_str_in_output
         self._tokenizer = tokenizer if params.detokenize else None
-        self._detokenizer = None if self._tokenizer is None else Detokenizer(self._tokenizer, params)
+        self._detokenizer = None if self._tokenizer is None else IncrementalDetokenizer(self._tokenizer, prompt.ids, params)
         self._shown_text = self._shown_tokens = 0  # what news() has told
         self._told_end = False
 
@@ -36,18 +35,16 @@ class Sample:
         self.finish_reason = delta.finish_reason
         # An error has no place of its own in vLLM's shape.
         self.stop_reason = delta.error if delta.finish_reason == "error" else delta.stop_reason
-        if self._detokenizer is None:
+        text = self._detokenizer
+        if text is None:
             return False
-        # A stop token is no part of the text, unless asked for.
-        visible = delta.tokens[:-1] if delta.finish_reason == "stop" and not self._keep_stop else delta.tokens
-        self.text += self._detokenizer.feed(visible)
-        if self._detokenizer.stop is not None:
-            ended_by_us = self.finish_reason is None
-            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stop
-            return ended_by_us
-        if self.finish_reason is not None:
-            self.text += self._detokenizer.finish()
-        return False
+        self.text += text.push(delta.tokens, stop_terminated=delta.finish_reason == "stop")
+        if delta.finish_reason is not None:
+            self.text += text.flush()
+        if text.stop_reason is None:
+            return False
+        self.finish_reason, self.stop_reason = "stop", text.stop_reason
+        return delta.finish_reason is None
 
     def output(self) -> CompletionOutput:
         """Everything so far."""
@@ -72,7 +69,7 @@ class Answer:
 
     def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Any | None, arrival: float) -> None:
         self.request_id = request_id
-        self.samples = [Sample(index, params, tokenizer) for index in range(params.n)]
+        self.samples = [Sample(index, prompt, params, tokenizer) for index in range(params.n)]
         self.metrics = RequestMetrics(arrival=arrival)
         self._prompt = prompt
         self._tokenizer = tokenizer if params.detokenize else None
