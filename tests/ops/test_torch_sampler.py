@@ -25,10 +25,10 @@ def slots_of(s: Sampling) -> SimpleNamespace:
 
 
 def kept(x: np.ndarray, s: Sampling) -> dict[int, float]:
-    """Rules 4 to 7, in float64 and Python lists: id → weight of what may be drawn."""
+    """Rules 4 to 7 in Python lists, with unrounded weights: id → weight of what may be drawn."""
     e = {i: float(np.exp(F((v - x.max()) / F(s.temperature)))) for i, v in enumerate(x)}
-    e = {i: w for i, w in e.items() if w >= F(s.min_p)}
-    order = sorted(e, key=lambda i: (-e[i], i))
+    e = {i: w for i, w in e.items() if w >= F(s.min_p) and w >= 2.0**-31}
+    order = sorted(e, key=lambda i: (-x[i], i))
     if s.top_k > 0:
         order = order[: s.top_k]
     if s.top_p < 1:
@@ -43,7 +43,7 @@ def kept(x: np.ndarray, s: Sampling) -> dict[int, float]:
 
 
 def drawn(x: np.ndarray, s: Sampling, u: float) -> int:
-    return choose(torch.from_numpy(x), s.temperature, s.min_p, s.top_k, s.top_p, u)
+    return choose(torch.from_numpy(x), s.temperature, s.min_p, s.top_k, s.top_p, int(u * 2**24))
 
 
 @pytest.mark.parametrize(("counter", "key", "want"), [  # the published known answers of philox4x32-10 (Random123)
@@ -56,12 +56,12 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], wa
 
 
 def test_the_uniforms_layout() -> None:
-    assert philox_uniform(0, 0) == (0x6627E8D5 >> 8) * 2.0**-24
-    assert philox_uniform(0x299F31D0A4093822, 9) == (torch_sampler.philox((9, 0, 0, 0), (0xA4093822, 0x299F31D0))[0] >> 8) * 2.0**-24
+    assert philox_uniform(0, 0) == 0x6627E8D5 >> 8
+    assert philox_uniform(0x299F31D0A4093822, 9) == torch_sampler.philox((9, 0, 0, 0), (0xA4093822, 0x299F31D0))[0] >> 8
 
 
 def test_uniforms_are_uniform_and_depend_on_everything() -> None:
-    values = np.array([philox_uniform(seed, position) for seed in (0, 1, 2**63, 2**64 - 1) for position in range(2500)])
+    values = np.array([philox_uniform(seed, position) for seed in (0, 1, 2**63, 2**64 - 1) for position in range(2500)]) / 2**24
     assert ((values >= 0) & (values < 1)).all()
     assert abs(values.mean() - 0.5) < 0.01 and abs(values.var() - 1 / 12) < 0.004
     assert len(set(values.tolist())) > 9980
@@ -71,8 +71,19 @@ def test_uniforms_are_uniform_and_depend_on_everything() -> None:
 def test_greedy_takes_the_lowest_of_equals() -> None:
     x = np.array([0, 3, 1, 3, 3], F)
     assert drawn(x, Sampling(), 0.99) == 1
-    assert drawn(np.full(5, -np.inf, F), Sampling(temperature=1.0), 0.5) == 0  # nothing allowed
-    assert drawn(np.full(5, -np.inf, F), Sampling(), 0.5) == 0
+    assert drawn(np.array([0, np.inf, 1, np.inf], F), Sampling(temperature=1.0), 0.99) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_offer_nothing(temperature: float) -> None:
+    nothing, broken = np.full((1, 40), -np.inf, F), np.full((1, 40), np.nan, F)
+    mask = np.array([0, 1 << 5], np.uint32)
+    for row in (nothing, broken):
+        assert run_tile(row, Sampling(temperature=temperature))["out_token"][0] == 0
+        assert run_tile(row, Sampling(temperature=temperature, mask=mask))["out_token"][0] == 37
+    broken[0, 9] = -3.0  # a NaN is never chosen
+    step = run_tile(broken, Sampling(temperature=temperature), row_top=[0])
+    assert step["out_token"][0] == 9 and np.isnan(step["out_logprob"][0])
 
 
 @pytest.mark.parametrize("s", [
@@ -91,24 +102,24 @@ def test_draws_are_the_inverse_of_the_kept_distribution(s: Sampling, coarse: boo
     allowed = kept(x, s)
     total = sum(allowed.values())
     edges = np.cumsum(list(allowed.values())) / total
-    for u in [0.0, 2.0**-24, 1 - 2.0**-24, *rng.random(200).tolist()]:
-        if np.abs(edges - u).min() < 1e-6 and 0 < u < 1 - 1e-6:
-            continue  # float32 weights: the edge itself may fall either way
+    for u in [0.0, 2.0**-24, 1 - 2.0**-24, *(np.floor(rng.random(200) * 2**24) / 2**24).tolist()]:
+        if (np.abs(edges[:-1] - u) < 1e-6).any():
+            continue  # weights are rounded: the edge itself may fall either way
         want = next((i for i, edge in zip(allowed, edges) if edge > u), max(allowed))
         assert drawn(x, s, u) == want, (u, s)
 
 
 def test_the_crossing_token_stays_and_exact_mass_stops() -> None:
-    x = np.log(np.array([0.5, 0.25, 0.125, 0.125], F))
-    reached = {p: {drawn(x, Sampling(temperature=1.0, top_p=p), u) for u in np.linspace(0, 1 - 2**-24, 400)} for p in (0.5, 0.51, 0.75, 0.76)}
-    assert reached[0.51] == {0, 1} and reached[0.76] == {0, 1, 2}
-    assert len(reached[0.5]) == 1 and len(reached[0.75]) == 2
+    x = np.array([3, 3, 3, 3], F)  # four equal weights of exactly 2^30
+    reached = {p: {drawn(x, Sampling(temperature=1.0, top_p=p), u) for u in np.arange(400) / 400} for p in (0.25, 0.26, 0.5, 0.76, 1.0)}
+    assert reached == {0.25: {0}, 0.26: {0, 1}, 0.5: {0, 1}, 0.76: {0, 1, 2, 3}, 1.0: {0, 1, 2, 3}}
+    assert [drawn(x, Sampling(temperature=1.0), u) for u in (0, 0.25 - 2**-24, 0.25, 0.75 - 2**-24, 0.75, 1 - 2**-24)] == [0, 0, 1, 2, 3, 3]
 
 
 def test_frequencies_follow_the_distribution() -> None:
     x = np.array([1.0, 0.0, 2.0, -1.0], F)
     n = 4000
-    found = Counter(drawn(x, Sampling(temperature=1.0), philox_uniform(11, p)) for p in range(n))
+    found = Counter(drawn(x, Sampling(temperature=1.0), philox_uniform(11, p) / 2**24) for p in range(n))
     p = np.exp(x) / np.exp(x).sum()
     chi2 = sum((found[i] - n * p[i]) ** 2 / (n * p[i]) for i in range(4))
     assert chi2 < 16.3  # 0.1 % for 3 degrees of freedom; the draws are fixed, so this never flickers
@@ -161,4 +172,4 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 def test_the_draw_uses_the_slots_seed_and_the_rows_position() -> None:
     logits = np.zeros((50, 1000), F)
     first = run_tile(logits, Sampling(temperature=1.0, seed=2**64 - 3), row_pos=range(50))["out_token"]
-    assert [int(philox_uniform(2**64 - 3, p) * 1000) for p in range(50)] == first.tolist()
+    assert [philox_uniform(2**64 - 3, p) * 1000 >> 24 for p in range(50)] == first.tolist()

@@ -50,8 +50,8 @@ class Ops(Protocol):
 
         A query at position p sees keys at positions max(0, p - window + 1) … p. Scale 1/sqrt(D), applied to the scores.
         Query head h reads KV head h // (H/G). Softmax in partitions of 256 absolute positions, combined left to right: in
-        one, m = max of the scores, P = exp(score - m), the sum over P in float32, then P rounded to act for P·V. The
-        quotient is rounded to act once, at the end. Masked positions are left out by selection: what the cache holds
+        one, m = max of the scores, P = exp(score - m) rounded to act, and both the sum of P and P·V (in float32) use the
+        rounded P. The quotient is rounded to act once, at the end. Masked positions are left out by selection: what the cache holds
         beyond a sequence's kv_len, or before all its windows, has no influence, NaN neither.
 
         Source: Milakov & Gimelshein 2018 (online softmax).
@@ -115,17 +115,18 @@ class Program(Protocol):
     2. penalties, for the seen ids with their output count n: x / repetition where x > 0, else x · repetition; then
        x - frequency · n; then x - presence where n > 0.
     3. temperature 0: the largest x, ties to the lowest id; done (min_p, top_k and top_p cannot change it).
-    4. weights e = exp((x - max x) / temperature): the most likely id has e = 1.
-    5. min_p > 0: keep e >= min_p.
-    6. top_k > 0: keep the k first by falling e, ties by rising id (exactly k, where vLLM keeps all that tie with the k-th).
-    7. top_p < 1: by falling e, ties by rising id, keep the shortest run whose mass reaches top_p of the mass still kept;
-       the id that crosses is in, and at least one stays.
-    8. u = Philox uniform below; the lowest kept id whose cumulative e, in id order, exceeds u · (sum of the kept e). If
-       rounding leaves none, the highest kept id with e > 0.
+    4. e = exp((x - max x) / temperature): the most likely id has e = 1. min_p: keep e >= min_p.
+    5. weights are whole numbers, so that no sum of them has an order: q = floor(e · 2^30 + 1/2). Ids with q = 0 take no part.
+    6. top_k > 0: keep the k first by falling x, ties by rising id (exactly k, where vLLM keeps all that tie with the k-th).
+    7. top_p < 1: by falling x, ties by rising id, keep the shortest run whose q reach ceil(top_p · (sum of the kept q)), at
+       least 1; the id that crosses is in. (The product is one of doubles.)
+    8. the lowest kept id whose cumulative q, in id order, exceeds floor(u · (sum of the kept q)), u the uniform below.
 
-    A row where no id is allowed gives id 0. A NaN among the logits gives an unspecified valid id and NaN log-probabilities.
+    Among infinite logits the lowest id is taken, a NaN never; log-probabilities of such a row are NaN. Where no id is left
+    above -inf, the lowest that the mask allows is taken, or else 0.
 
-    Philox4x32-10: key = (seed's low 32 bits, its high 32 bits), counter = (row_pos, 0, 0, 0); u = (out[0] >> 8) · 2^-24.
+    Philox4x32-10: key = (seed's low 32 bits, its high 32 bits), counter = (row_pos, 0, 0, 0); u = (out[0] >> 8) / 2^24, a whole
+    number over 2^24, so that rule 8 is exact.
     Source: Salmon et al. 2011.
 
     Log-probabilities are x - logsumexp(x) of the raw logits, for the chosen token or the target (row_target >= 0: nothing

@@ -193,9 +193,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.
         scores = torch.where(seen[:, None, None], scores, -torch.inf)
         high = scores.amax(-1)
         p = torch.where(seen[:, None, None], torch.exp(scores - high[..., None]), 0.0)  # a partition without a key: high is -inf, p 0
+        p = p.to(act).float()
         new = torch.maximum(top, high)
         old_weight, new_weight = (torch.where(m == -torch.inf, 0.0, torch.exp(m - new)) for m in (top, high))
         total = total * old_weight + p.sum(-1) * new_weight
-        out = out * old_weight[..., None] + torch.einsum("tghk,kgd->tghd", p.to(act).float(), v[at]) * new_weight[..., None]
+        out = out * old_weight[..., None] + torch.einsum("tghk,kgd->tghd", p, v[at]) * new_weight[..., None]
         top = new
     return out / total[..., None]

@@ -1,5 +1,6 @@
 """The sampler of the torch provider, one row at a time: the order and the rules are those of table.Program."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,24 +20,23 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return c0, c1, c2, c3
 
 
-def philox_uniform(seed: int, position: int) -> float:
-    """The uniform in [0, 1) of (seed, position), as table.Program lays it out."""
-    return (philox((position, 0, 0, 0), (seed & _MASK, seed >> 32))[0] >> 8) * 2.0**-24
+def philox_uniform(seed: int, position: int) -> int:
+    """The uniform of (seed, position), as table.Program lays it out, in units of 2^-24."""
+    return philox((position, 0, 0, 0), (seed & _MASK, seed >> 32))[0] >> 8
 
 
 def adjusted(logits: torch.Tensor, slots: Any, slot: int) -> torch.Tensor:
     """Steps 1 and 2: mask, bias, penalties. [V] float32 → a new [V]."""
     x, device = logits.clone(), logits.device
     if (words := slots.mask[slot]) is not None:
-        bits = np.unpackbits(np.ascontiguousarray(words).astype("<u4").view(np.uint8), bitorder="little")[: len(x)]
-        x[~torch.from_numpy(bits.astype(bool)).to(device)] = -torch.inf
+        x[~torch.from_numpy(_bits(words, len(x))).to(device)] = -torch.inf
     if (bias := slots.bias[slot]) is not None:
         x += torch.from_numpy(np.ascontiguousarray(bias)).to(device)
     if (seen := slots.seen[slot]) is not None:
         array, (ids, counts, n) = slots.arrays, seen
         ids = torch.from_numpy(ids[:n].astype(np.int64)).to(device)
         counts = torch.from_numpy(counts[:n].astype(np.float32)).to(device)
-        repetition, presence, frequency = (torch.tensor(float(array[k][slot]), device=device) for k in ("repetition", "presence", "frequency"))
+        repetition, presence, frequency = (_f32(float(array[k][slot]), x) for k in ("repetition", "presence", "frequency"))
         some = x[ids]
         some = torch.where(some > 0, some / repetition, some * repetition)
         some = some - frequency * counts
@@ -44,26 +44,29 @@ def adjusted(logits: torch.Tensor, slots: Any, slot: int) -> torch.Tensor:
     return x
 
 
-def choose(x: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float, u: float) -> int:
-    """Steps 3 to 8. ``x`` [V] adjusted logits, ``u`` the row's uniform → the id."""
+def choose(x: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float, uniform: int) -> int:
+    """Steps 3 to 8. ``x`` [V] adjusted logits without NaN, one at least above -inf; ``uniform`` in units of 2^-24 → the id."""
     top = x.max()
-    if temperature == 0 or not torch.isfinite(top):  # no id allowed, or a NaN: there is no distribution to draw from
+    if temperature == 0 or torch.isinf(top):
         return int(torch.argmax(x))
-    e = torch.exp((x - top) / torch.tensor(temperature, dtype=torch.float32, device=x.device))
-    if min_p > 0:
-        e = torch.where(e >= torch.tensor(min_p, dtype=torch.float32, device=x.device), e, 0.0)
-    if 0 < top_k < len(e) or top_p < 1:
-        falling, ids = torch.sort(e, descending=True, stable=True)  # stable: ties by rising id
+    e = torch.exp((x - top) / _f32(temperature, x))
+    q = torch.where(e >= _f32(min_p, x), e * 2.0**30 + 0.5, 0.0).long()
+    if top_k > 0 or top_p < 1:
+        part = torch.nonzero(q)[:, 0]  # in id order
+        part = part[torch.sort(x[part], descending=True, stable=True).indices]  # stable: ties by rising id
         if top_k > 0:
-            falling[top_k:] = 0.0
+            part = part[:top_k]
         if top_p < 1:
-            mass = torch.cumsum(falling.double(), 0)
-            before = mass - falling.double()
-            falling[1:][before[1:] >= top_p * mass[-1]] = 0.0
-        e = torch.zeros_like(e).scatter_(0, ids, falling)
-    cumulative = torch.cumsum(e.double(), 0)
-    above = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-    return above if above < len(e) else int(torch.nonzero(e)[-1])
+            before = torch.cumsum(q[part], 0) - q[part]
+            need = max(1, math.ceil(top_p * float(q[part].sum())))
+            part = part[before < need]
+        q = torch.zeros_like(q).scatter_(0, part, q[part])
+    cumulative = torch.cumsum(q, 0)
+    return int(torch.searchsorted(cumulative, int(cumulative[-1]) * uniform >> 24, right=True))
+
+
+def _f32(value: float, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
 def sample_tile(logits: torch.Tensor, step: Any, slots: Any, start: int) -> None:
@@ -85,7 +88,15 @@ def sample_tile(logits: torch.Tensor, step: Any, slots: Any, start: int) -> None
 
 
 def _sample(raw: torch.Tensor, slots: Any, slot: int, position: int) -> int:
-    array = slots.arrays
+    array, mask = slots.arrays, slots.mask[slot]
+    x = torch.nan_to_num(adjusted(raw, slots, slot), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if x.max() == -torch.inf:
+        return 0 if mask is None else int(np.argmax(_bits(mask, len(x))))
     temperature = float(array["temperature"][slot])
-    u = philox_uniform(int(array["seed"][slot]), position) if temperature > 0 else 0.0
-    return choose(adjusted(raw, slots, slot), temperature, float(array["min_p"][slot]), int(array["top_k"][slot]), float(array["top_p"][slot]), u)
+    uniform = philox_uniform(int(array["seed"][slot]), position) if temperature > 0 else 0
+    return choose(x, temperature, float(array["min_p"][slot]), int(array["top_k"][slot]), float(array["top_p"][slot]), uniform)
+
+
+def _bits(words: np.ndarray, count: int) -> np.ndarray:
+    """uint32 words → count booleans, the lowest bit first."""
+    return np.unpackbits(np.ascontiguousarray(words).astype("<u4").view(np.uint8), bitorder="little")[:count].astype(bool)

@@ -1,0 +1,85 @@
+"""The real SmolLM2, from its GGUF file, against transformers given the same dequantized weights."""
+
+
+import numpy as np
+import pytest
+from tests.harness import PROVIDERS, Bench
+
+from octavo.models import registry
+from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.loader import to_halves
+
+torch = pytest.importorskip("torch")
+PROMPT = [1, 4093, 198, 3725, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]  # any ids: what counts is that both see the same
+CHUNKS = [5, 1, 10]
+
+
+def oracle(path: str) -> np.ndarray:
+    """Built from the file's metadata and tensors by hand, not by the code under test (but for the order of rotary rows)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with open_checkpoint(path) as c:
+        m = c.metadata
+        config = LlamaConfig(
+            vocab_size=49152, hidden_size=m["llama.embedding_length"], intermediate_size=m["llama.feed_forward_length"],
+            num_hidden_layers=m["llama.block_count"], num_attention_heads=9, num_key_value_heads=3,
+            rms_norm_eps=m["llama.attention.layer_norm_rms_epsilon"], max_position_embeddings=8192,
+            rope_parameters={"rope_type": "default", "rope_theta": m["llama.rope.freq_base"]}, tie_word_embeddings=True,
+        )
+        names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+                 "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
+                 "ffn_norm": "post_attention_layernorm"}
+        state = {}
+        for name in c.names():
+            tensor = c.read(name)
+            match name.split("."):
+                case ["blk", i, part, "weight"]:
+                    tensor = to_halves(tensor, {"attn_q": 9, "attn_k": 3}[part]) if part in ("attn_q", "attn_k") else tensor
+                    state[f"model.layers.{i}.{names[part]}.weight"] = torch.from_numpy(tensor.copy())
+                case _:
+                    outer = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+                    state[outer[name]] = torch.from_numpy(tensor.copy())
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.load_state_dict(state, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers were on the meta device
+    with torch.inference_mode():
+        return torch.log_softmax(model.eval()(torch.tensor([PROMPT])).logits[0].float(), -1).numpy()
+
+
+@pytest.fixture(scope="module")
+def want(smollm2: str) -> np.ndarray:
+    return oracle(smollm2)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_float32_agrees(smollm2: str, want: np.ndarray, provider: str) -> None:
+    got = run(smollm2, provider, "float32")
+    np.testing.assert_allclose(got, want, atol=1e-3)
+    assert (got.argmax(-1) == want.argmax(-1)).all()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_bfloat16_is_near(smollm2: str, want: np.ndarray, provider: str) -> None:
+    got = run(smollm2, provider, "bfloat16")
+    kl = (np.exp(want, dtype=np.float64) * (want.astype(np.float64) - got)).sum(-1).mean()
+    assert 1e-7 < kl < 4e-4, kl
+
+
+def run(path: str, provider: str, dtype: str) -> np.ndarray:
+    made = PROVIDERS[provider](dtype)
+    with open_checkpoint(path) as checkpoint:
+        model = registry.load(checkpoint, made, dtype)
+    bench = Bench(made, model, dtype=dtype, max_tokens=32, num_blocks=8, alternatives=model.spec.vocab)
+    return bench.logprobs(0, PROMPT, CHUNKS)
+
+
+@pytest.mark.model
+def test_its_shape(smollm2: str) -> None:
+    with open_checkpoint(smollm2) as checkpoint:
+        s = registry.read_spec(checkpoint)
+    assert (s.arch, s.num_layers, s.hidden, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab) == ("llama", 30, 576, 9, 3, 64, 49152)
+    assert s.tied and s.eos_ids == (2, 0) and s.bos_id == 1 and s.max_position == 8192 and s.num_params == 134_515_008
