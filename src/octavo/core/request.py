@@ -45,7 +45,7 @@ class Request:
     preemptions: int = 0
     known: int = 0  # leading tokens that the runner was told when it gave the slot; later ones it sampled itself
     ahead: int = 0  # tokens that planned steps will sample and that are not committed yet
-    served: int = 0  # number of the last plan with a part of this request
+    served: int = 0  # when it last had a part in a plan, as a number that rises with each part given
 
     def __post_init__(self) -> None:
         if not self.tokens:

@@ -21,7 +21,8 @@ requests would take side by side.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from octavo.config import SchedulerConfig
 from octavo.core.output import Delta
@@ -47,7 +48,7 @@ class Counters:
     tokens_lost: int = 0  # computed tokens that preemptions threw away
 
 
-class _Part(NamedTuple):
+class _Part(msgspec.Struct, frozen=True, gc=False):
     """A request's part of the plan being made. It may yet be taken out, by a preemption."""
 
     take: int  # tokens
@@ -92,6 +93,7 @@ class Scheduler:
         self._events: list[Event] = []  # since the last plan, or the last take_events
         self._in_flight: dict[int, list[Request]] = {}  # plan number → whose items it has, in order
         self._arrivals = 0
+        self._turn = 0  # rises with each item of each plan
         self._longest = min(config.max_model_len, kv.capacity + 1)  # tokens that any request may have
 
     @property
@@ -166,9 +168,9 @@ class Scheduler:
     def _serve_running(self, budget: int, chosen: dict[Request, _Part]) -> int:
         """Give running requests their tokens. Returns the budget that is left."""
         rank, kv, lookahead = self.policy.rank, self.kv, self._lookahead
-        queue = [(r.num_pending, rank(r), r.served, r.order, r) for r in self.running]
-        queue.sort()  # order differs, so requests are never compared
-        for pending, _, _, _, request in queue:
+        queue = [(r.num_pending, rank(r), r.served, r) for r in self.running]  # served differs: requests are never compared
+        queue.sort()
+        for pending, _, _, request in queue:
             if budget <= 0:
                 break
             if request.state is not State.RUNNING:
@@ -251,17 +253,19 @@ class Scheduler:
         """Turn the choice into a plan, and advance the requests as if it were computed."""
         number = self.counters.steps = self.counters.steps + 1
         items, charge, total = [], self.policy.charge, 0
-        for request, (take, new_blocks, first) in chosen.items():
+        for request, part in chosen.items():
+            take, new_blocks = part.take, part.new_blocks
             start = request.num_computed
             end = request.num_computed = start + take
             sample = end == len(request.tokens) + request.ahead
             if start >= request.known:
                 items.append(PlanItem(request.slot, request.epoch, start, [-1], sample, new_blocks))
             else:
-                init = _introduce(request) if first else None
+                init = _introduce(request) if part.first else None
                 rows = _rows_to_score(request, start, end)
                 items.append(PlanItem(request.slot, request.epoch, start, request.tokens[start:end], sample, new_blocks, init, 0, *rows))
-            request.served = number
+            self._turn += 1
+            request.served = self._turn
             if sample:
                 request.ahead += 1
             total += take
@@ -309,7 +313,7 @@ class Scheduler:
     def _finish_reason(self, request: Request, token: int) -> tuple[str | None, int | None]:
         """Whether this newest token ends the request, and why: (finish_reason, stop_reason)."""
         params = request.params
-        if request.num_output >= params.min_tokens:
+        if (token in request.eos_ids or token in params.stop_token_ids) and request.num_output >= params.min_tokens:
             if token in request.eos_ids and not params.ignore_eos:
                 return "stop", None
             if token in params.stop_token_ids:

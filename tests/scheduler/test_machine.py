@@ -1,0 +1,243 @@
+"""A state machine drives kv + scheduler + SimExecutor through random histories; everything is checked after each action."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from octavo.config import SchedulerConfig
+from octavo.core.output import Delta
+from octavo.core.request import Request
+from octavo.core.sampling import SamplingParams
+from octavo.core.step import StepPlan, StepResult
+from octavo.errors import ContextTooLong
+from octavo.kv.manager import KvManager
+from octavo.observe.events import Admitted, Event, Finished, Preempted
+from octavo.scheduler.policy import make_policy
+from octavo.scheduler.scheduler import Scheduler
+from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
+
+VOCAB = 9
+MAX_MODEL_LEN = 40
+
+
+def the_answer(request: Request, capacity: int) -> tuple[list[int], str, int | None]:
+    """What a request must get in any company: its output, finish_reason and stop_reason. Written from the rules, not the code."""
+    params, tokens, output = request.params, list(request.prompt), []
+    enders = request.eos_ids | set(params.stop_token_ids)
+    while True:
+        banned = frozenset(enders) if len(output) < params.min_tokens else frozenset()
+        output.append(next_token(hash_sequence(tokens + output), request.seed, VOCAB, banned))
+        if len(output) >= params.min_tokens:
+            if output[-1] in request.eos_ids and not params.ignore_eos:
+                return output, "stop", None
+            if output[-1] in params.stop_token_ids:
+                return output, "stop", output[-1]
+        total = len(tokens) + len(output)
+        if total >= request.max_total or total >= MAX_MODEL_LEN or total > capacity:
+            return output, "length", None
+
+
+class Machine(RuleBasedStateMachine):
+    depth = 1  # plans in flight
+
+    @initialize(
+        blocks=st.integers(1, 8),
+        block_size=st.sampled_from([1, 3, 4]),
+        seqs=st.integers(1, 4),
+        budget=st.integers(1, 9),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        lookahead=st.sampled_from([0, 0, 2]),
+    )
+    def start(self, blocks: int, block_size: int, seqs: int, budget: int, policy: str, lookahead: int) -> None:
+        self.kv = KvManager(blocks, block_size)
+        self.budget_now, self.full_budget, self.lookahead = budget, budget, lookahead
+        self.allowed = True
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN),
+            self.kv,
+            make_policy(policy),
+            admission=[lambda request: self.allowed],
+            lookahead=lookahead,
+            budget=lambda now: self.budget_now,
+        )
+        self.executor = SimExecutor(seqs, blocks, block_size, vocab=VOCAB, max_tokens=budget)
+        self.requests: dict[str, Request] = {}
+        self.live: set[str] = set()
+        self.output: dict[str, list[int]] = {}
+        self.scored: dict[str, list[int]] = {}
+        self.last: dict[str, Delta] = {}
+        self.flying: list[StepPlan] = []
+        self.events: list[Event] = []
+
+    @rule(
+        length=st.integers(1, 30),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 6),
+        priority=st.integers(-1, 1),
+        seed=st.integers(0, 2**64 - 1),
+        eos=st.sets(st.integers(0, VOCAB - 1), max_size=2),
+        stop=st.lists(st.integers(0, VOCAB - 1), max_size=1),
+        ignore_eos=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+    )
+    def add(
+        self, length: int, max_tokens: int, min_tokens: int, priority: int, seed: int, eos: set[int], stop: list[int],
+        ignore_eos: bool, prompt_logprobs: int | None,
+    ) -> None:  # fmt: skip
+        name = f"r{len(self.requests)}"
+        params = SamplingParams(
+            max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos,
+            prompt_logprobs=prompt_logprobs, logprobs=1,
+        )  # fmt: skip
+        prompt = [(seed + i * i) % VOCAB for i in range(length)]
+        request = Request(name, prompt, params, length + max_tokens, frozenset(eos), seed, priority=priority)
+        self.requests[name] = request
+        if length > self.kv.capacity:
+            with pytest.raises(ContextTooLong, match=f"{length} tokens, the KV pool holds {self.kv.capacity} "):
+                self.scheduler.add(request)
+        else:
+            self.scheduler.add(request)
+            self.live.add(name)
+            self.output[name], self.scored[name] = [], []
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        delta = self.scheduler.abort(name)
+        assert delta is not None
+        self.take([delta])
+        assert self.scheduler.abort(name) is None
+
+    @rule(share=st.sampled_from([0, 1, 2, 100]))
+    def change_budget(self, share: int) -> None:
+        self.budget_now = min(share, self.full_budget)
+
+    @rule(allowed=st.booleans())
+    def change_admission(self, allowed: bool) -> None:
+        self.allowed = allowed
+
+    @precondition(lambda self: len(self.flying) < self.depth)
+    @rule()
+    def plan(self) -> None:
+        plan = self.scheduler.plan(0.0)
+        if plan is not None:
+            assert 0 < plan.num_tokens <= self.budget_now
+            self.flying.append(plan)
+            self.events += plan.events
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def commit(self) -> None:
+        plan = self.flying.pop(0)
+        self.take(self.scheduler.commit(plan, self.executor.execute(plan)))
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def commit_with_one_error(self, data: st.DataObject) -> None:
+        plan = self.flying.pop(0)
+        found = self.executor.execute(plan)
+        sick = data.draw(st.integers(0, len(found.slots) - 1))
+        slots = list(found.slots)
+        slots[sick] = type(slots[sick])(slots[sick].slot, slots[sick].epoch, error="sick")
+        self.take(self.scheduler.commit(plan, StepResult(found.number, slots)))
+
+    @precondition(lambda self: len(self.flying) == 1)
+    @rule(executed=st.booleans())
+    def fail(self, executed: bool) -> None:
+        plan = self.flying.pop(0)
+        if executed:
+            self.executor.execute(plan)
+        self.take(self.scheduler.fail(plan, "it broke"))
+
+    @precondition(lambda self: not self.flying)
+    @rule(times=st.integers(1, 12))
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.plan()
+            if self.flying:
+                self.commit()
+            self.scheduler.check()
+
+    def take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            name, request = delta.request_id, self.requests[delta.request_id]
+            assert name in self.live, "news of a request that has ended"
+            assert delta.tokens or delta.prompt_logprobs or delta.finish_reason
+            self.output[name] += delta.tokens
+            self.scored[name] += [row.token for row in delta.prompt_logprobs or []]
+            assert [row.token for row in delta.logprobs or []] == delta.tokens
+            output, reason, stop_reason = the_answer(request, self.kv.capacity)
+            assert self.output[name] == output[: len(self.output[name])], "the tokens depend on the company"
+            whole = request.prompt[1:] if request.params.prompt_logprobs is not None else []
+            assert self.scored[name] == whole[: len(self.scored[name])]
+            if delta.finish_reason is None:
+                continue
+            self.live.remove(name)
+            self.last[name] = delta
+            if delta.finish_reason in ("stop", "length"):
+                assert (self.output[name], delta.finish_reason, delta.stop_reason) == (output, reason, stop_reason)
+                assert self.scored[name] == whole
+            else:
+                assert delta.finish_reason in ("abort", "error") and (delta.error is not None) == (delta.finish_reason == "error")
+
+    @invariant()
+    def all_is_well(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+            ledger = self.kv.ledger()
+            assert ledger.live + ledger.cached + ledger.free == ledger.total == self.kv.pool.num_blocks
+            assert self.scheduler.has_unfinished == bool(self.live)
+            assert len(self.scheduler.running) <= self.full_budget
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.budget_now, self.allowed = self.full_budget, True
+        served = [r for name, r in self.requests.items() if name in self.output]
+        limits = [min(r.max_total, MAX_MODEL_LEN, self.kv.capacity + 1) for r in served]
+        blocks = sum(self.kv.blocks_for(limit) for limit in limits)
+        most = sum(limits) + blocks * max(limits, default=0)  # all tokens once, and the whole context at each preemption
+        steps = 0
+        while self.flying or self.live:
+            while self.live and len(self.flying) < self.depth and (plan := self.scheduler.plan(0.0)) is not None:
+                self.flying.append(plan)
+                self.events += plan.events
+            assert self.flying, f"{self.live} are stuck"
+            self.commit()
+            self.scheduler.check()
+            steps += 1
+            assert steps <= most * self.depth, f"not drained after {steps} steps"
+        if self.depth == 1 and self.lookahead == 0:
+            assert self.scheduler.counters.preemptions <= blocks, "more preemptions than block boundaries"
+        assert set(self.last) == set(self.output) and not self.scheduler.has_unfinished
+        assert self.kv.ledger().free == self.kv.pool.num_blocks and not self.kv.holders()
+        self.events += self.scheduler.take_events()
+        self.check_events()
+
+    def check_events(self) -> None:
+        """Each request's events tell a sensible life: (admitted, preempted)* then finished, once."""
+        for name in self.output:
+            life = [e for e in self.events if e.request_id == name]
+            assert isinstance(life[-1], Finished) and life[-1].reason == self.last[name].finish_reason
+            running = False
+            for i, event in enumerate(life[:-1]):
+                assert isinstance(event, Admitted if not running else Preempted)
+                if isinstance(event, Admitted):
+                    assert event.resumed == (i > 0)
+                running = not running
+            assert self.requests[name].preemptions == sum(isinstance(e, Preempted) for e in life)
+        lost = sum(e.tokens_lost for e in self.events if isinstance(e, Preempted))
+        assert lost == self.scheduler.counters.tokens_lost
+
+
+class Pipelined(Machine):
+    depth = 2
+
+
+fast = settings(max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestSynchronous = Machine.TestCase
+TestSynchronous.settings = fast
+TestPipelined = Pipelined.TestCase
+TestPipelined.settings = fast
