@@ -21,7 +21,8 @@ class EngineCore:
     deltas that are left can still be fetched with ``step``; then ``add`` and ``step`` raise WorkerDied.
 
     ``observers`` are called with each event and the time (engine's clock, seconds) of the step that it happened in. An
-    observer's exception comes out of the call that it happened in, but costs no delta: the next ``step`` returns them.
+    observer's exception comes out of the call that it happened in, but costs the other observers no event and nobody a
+    delta: the next ``step`` returns them.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,9 +130,15 @@ class EngineCore:
             self._outbox.append(delta)
 
     def _publish(self, events: list[Event], now: float) -> None:
+        failure: Exception | None = None
         for event in events:
             for observer in self.observers:
-                observer(event, now)
+                try:
+                    observer(event, now)
+                except Exception as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _refuse_if_dead(self) -> None:
         if self.failure is not None:

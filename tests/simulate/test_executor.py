@@ -1,0 +1,129 @@
+"""The double must be right itself: its answers are pure, and each breach of the contract of plans is noticed."""
+
+import msgspec
+import pytest
+
+from octavo.core.sampling import SamplingParams
+from octavo.core.step import PlanItem, SlotInit, StepPlan
+from octavo.simulate.executor import SimExecutor, VirtualClock, hash_sequence, logprob, next_token
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+def init(name: str = "a", tokens: list[int] = PROMPT, seed: int = 3, **params: object) -> SlotInit:
+    return SlotInit(name, SamplingParams(**params), seed, len(tokens), list(tokens), frozenset([0]))  # type: ignore[arg-type]
+
+
+def started(**params: object) -> tuple[SimExecutor, int]:
+    """An executor whose slot 0 has computed its prompt (blocks 0 and 1 of 4 tokens), and the token it sampled."""
+    executor = SimExecutor(2, 6, 4, vocab=50, max_tokens=12)
+    result = executor.execute(StepPlan(1, [PlanItem(0, 0, 0, PROMPT, True, [0, 1], init(**params))]))
+    return executor, result.slots[0].tokens[0]
+
+
+GOOD = PlanItem(0, 0, 6, [-1], True)
+SECOND = PlanItem(1, 0, 0, [1, 2], True, [2], init("b", [1, 2]))
+
+
+def test_a_sound_plan_is_accepted() -> None:
+    executor, _ = started()
+    assert len(executor.execute(StepPlan(2, [GOOD, SECOND])).slots) == 2
+    assert executor.occupied == {0, 1}
+
+
+BREACHES = {
+    "comes after 1": StepPlan(1, [GOOD]),
+    "has no items": StepPlan(2, []),
+    "has 13 tokens": StepPlan(2, [PlanItem(1, 0, 0, [1] * 13, True, [2, 3, 4, 5], init("b", [1] * 13))]),
+    "names a slot twice": StepPlan(2, [GOOD, GOOD]),
+    "slot is out of range": StepPlan(2, [msgspec.structs.replace(SECOND, slot=2)]),
+    "given out while occupied": StepPlan(2, [msgspec.structs.replace(SECOND, slot=0)]),
+    "too few tokens": StepPlan(2, [msgspec.structs.replace(SECOND, init=init("b", []))]),
+    "is empty": StepPlan(2, [PlanItem(1, 0, 0, [1, 2], True, [2])]),
+    "0 \\(epoch 0\\) is empty": StepPlan(2, [GOOD], freed=[0]),
+    "block out of range": StepPlan(2, [msgspec.structs.replace(SECOND, new_blocks=[6])]),
+    "two owners": StepPlan(2, [msgspec.structs.replace(SECOND, new_blocks=[1])]),
+    "is in epoch 0": StepPlan(2, [msgspec.structs.replace(GOOD, epoch=1)]),
+    "6 tokens computed, the item starts at 5": StepPlan(2, [msgspec.structs.replace(GOOD, start=5)]),
+    "0 tokens computed|has 6 tokens computed": StepPlan(2, [msgspec.structs.replace(GOOD, tokens=[])]),
+    "has 7 tokens, the item ends at 8": StepPlan(2, [msgspec.structs.replace(GOOD, tokens=[-1, -1])]),
+    "blocks for fewer than 2": StepPlan(2, [msgspec.structs.replace(SECOND, new_blocks=[])]),
+    "expects tokens \\[-1\\], the item says \\[4\\]": StepPlan(2, [msgspec.structs.replace(GOOD, tokens=[4])]),
+    "expects tokens \\[1, 2\\], the item says \\[1, 3\\]": StepPlan(2, [msgspec.structs.replace(SECOND, tokens=[1, 3])]),
+    "samples exactly when": StepPlan(2, [msgspec.structs.replace(GOOD, sample=False)]),
+    "has drafts": StepPlan(2, [msgspec.structs.replace(GOOD, num_draft=1)]),
+    "scores rows": StepPlan(2, [msgspec.structs.replace(SECOND, score_from=0, score_to=1)]),
+}
+
+
+@pytest.mark.parametrize("message", BREACHES)
+def test_each_breach_of_the_contract_is_noticed(message: str) -> None:
+    executor, _ = started()
+    with pytest.raises(AssertionError, match=message):
+        executor.execute(BREACHES[message])
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 6), (1, 7), (5, 6)])
+def test_only_rows_before_the_prompts_last_may_be_scored(first: int, last: int) -> None:
+    executor = SimExecutor(1, 2, 4)
+    with pytest.raises(AssertionError, match="scores rows"):
+        executor.execute(StepPlan(1, [PlanItem(0, 0, 0, PROMPT, True, [0, 1], init(prompt_logprobs=0), 0, first, last)]))
+
+
+def test_an_overwritten_block_is_noticed_when_it_is_read() -> None:
+    executor, _ = started()
+    executor._memory[1] = 12345
+    with pytest.raises(AssertionError, match="cell of position 1 was overwritten"):
+        executor.execute(StepPlan(2, [GOOD]))
+
+
+def test_a_block_lost_to_another_and_kept_in_the_table_is_noticed() -> None:
+    executor, _ = started()
+    executor.execute(StepPlan(2, [SECOND]))
+    executor._slots[1].table = [0]  # as if the scheduler had given block 0 to the second
+    executor._memory[0] = executor._memory[2 * 4]
+    with pytest.raises(AssertionError):
+        executor.execute(StepPlan(3, [GOOD]))
+
+
+def test_tokens_are_a_pure_function_of_sequence_and_seed() -> None:
+    executor, token = started()
+    assert token == next_token(hash_sequence(PROMPT), 3, 50)
+    again = executor.execute(StepPlan(2, [GOOD])).slots[0].tokens
+    assert again == [next_token(hash_sequence([*PROMPT, token]), 3, 50)]
+    chunked = SimExecutor(1, 2, 4, vocab=50)
+    assert chunked.execute(StepPlan(1, [PlanItem(0, 7, 0, PROMPT[:5], False, [0, 1], init())])).slots[0].tokens == []
+    assert chunked.execute(StepPlan(2, [PlanItem(0, 7, 5, PROMPT[5:], True)])).slots[0].tokens == [token]
+    assert len({next_token(hash_sequence(PROMPT), seed, 10**6) for seed in range(100)}) == 100
+
+
+def test_end_tokens_are_banned_until_min_tokens_are_out() -> None:
+    tokens = [1, 2, 3]
+    seed = next(s for s in range(1000) if next_token(hash_sequence(tokens), s, 4) == 0)
+    for least, banned in ((0, False), (1, True)):
+        executor = SimExecutor(1, 2, 4, vocab=4)
+        item = PlanItem(0, 0, 0, tokens, True, [0], init("a", tokens, seed, min_tokens=least))
+        assert (executor.execute(StepPlan(1, [item])).slots[0].tokens != [0]) == banned
+
+
+def test_logprobs_come_when_asked_for() -> None:
+    executor = SimExecutor(1, 2, 4, vocab=50)
+    item = PlanItem(0, 0, 0, PROMPT, True, [0, 1], init(logprobs=2, prompt_logprobs=0), 0, 0, 5)
+    (found,) = executor.execute(StepPlan(1, [item])).slots
+    assert found.logprobs is not None and found.prompt_logprobs is not None
+    assert found.logprobs[0].token == found.tokens[0] and len(found.logprobs[0].top_ids) == 2
+    assert [row.token for row in found.prompt_logprobs] == PROMPT[1:]
+    assert [row.logprob for row in found.prompt_logprobs] == [logprob(hash_sequence(PROMPT[: i + 1]), PROMPT[i + 1]) for i in range(5)]
+    assert all(-16 <= row.logprob <= 0 for row in found.prompt_logprobs)
+    executor, _ = started()
+    (found,) = executor.execute(StepPlan(2, [GOOD])).slots
+    assert found.logprobs is None and found.prompt_logprobs is None
+
+
+def test_the_virtual_clock_moves_by_the_cost_of_each_plan() -> None:
+    clock = VirtualClock(10.0)
+    executor = SimExecutor(1, 2, 4, clock=clock, cost=lambda plan: 0.5 * plan.num_tokens)
+    result = executor.execute(StepPlan(1, [PlanItem(0, 0, 0, PROMPT, True, [0, 1], init())]))
+    assert result.seconds == 3.0 and clock() == 13.0
+    executor.shutdown()
+    assert executor.occupied == set()
