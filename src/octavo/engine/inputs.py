@@ -44,7 +44,7 @@ class Inputs:
 
         Raises: InvalidRequest, ContextTooLong; both name the field and the numbers.
         """
-        text, ids = given if isinstance(given, str) else None, None
+        text, ids = (given, None) if isinstance(given, str) else (None, given)
         if isinstance(given, Mapping):
             if unknown := [key for key in given if key not in PROMPT_KEYS]:
                 raise InvalidRequest(f"a prompt has the keys prompt and prompt_token_ids, not {unknown[0]!r}", "prompt")
@@ -53,10 +53,7 @@ class Inputs:
                 raise InvalidRequest("a prompt needs the key prompt or prompt_token_ids", "prompt")
             if text is not None and not isinstance(text, str):
                 raise InvalidRequest(f"prompt must be a string, not {type(text).__name__}", "prompt")
-        elif text is None:
-            ids = given
-        if ids is None:
-            assert text is not None
+        if text is not None and ids is None:
             return Prompt(text, self._check_length(self.encode(text, "prompt", add_special_tokens=add_special_tokens), "prompt"))
         return Prompt(text, self._check_length(self._check_ids(ids), "prompt_token_ids"))
 
