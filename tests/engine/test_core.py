@@ -209,6 +209,16 @@ def test_a_fault_of_the_scheduler_itself_answers_everybody(monkeypatch: pytest.M
     assert ends(run(core)) == dict.fromkeys("abc", "error")  # a's end came out of the commit that broke
 
 
+def test_a_fault_in_an_abort_answers_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, _, scheduler = make()
+    core.add(make_request("a"))
+    core.add(make_request("b"))
+    deltas = core.step()
+    monkeypatch.setattr(scheduler.kv, "release", raising(AssertionError("bookkeeping is broken")))
+    assert core.abort("a") and core.failure == "AssertionError: bookkeeping is broken"
+    assert ends(deltas + run(core)) == dict.fromkeys("ab", "error")
+
+
 def test_observers_hear_events_with_the_time_of_their_step() -> None:
     core, _, _ = make(seqs=1)
     heard: list[tuple[Event, float]] = []

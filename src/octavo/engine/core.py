@@ -60,10 +60,14 @@ class EngineCore:
         """End a request now; its last delta comes with the next ``step``. False when it has ended, or was never here."""
         if request_id not in self._open or self.failure is not None:
             return False
-        delta = self._scheduler.abort(request_id)
-        assert delta is not None, f"{request_id} is open here and unknown to the scheduler"
-        self._put([delta])
-        self._publish(self._scheduler.take_events(), self._clock())
+        try:
+            delta = self._scheduler.abort(request_id)
+            assert delta is not None, f"{request_id} is open here and unknown to the scheduler"
+            self._put([delta])
+            events = self._scheduler.take_events()
+        except Exception as error:
+            events = self._break(error)
+        self._publish(events, self._clock())
         return True
 
     def step(self) -> list[Delta]:
@@ -81,6 +85,7 @@ class EngineCore:
             except BaseException as error:
                 events.extend(self._break(error))
                 if not isinstance(error, Exception):  # an interrupt is the caller's; the answers wait in the outbox
+                    self._publish(events, now)
                     raise
         self._publish(events, now)
         deltas, self._outbox = self._outbox, []
