@@ -1,0 +1,356 @@
+// octavo._native: the only file that knows Python. Limited API (3.11), so one binary serves every later version.
+// Addresses cross as integers: ops/native.py owns the buffers and keeps them alive; nothing else imports this module.
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <sys/mman.h>
+
+#include <cstring>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+#include <vector>
+
+#include "program.h"
+
+using namespace octavo;
+
+namespace {
+
+
+PyObject *raise_cpp() {
+    try {
+        throw;
+    } catch (const std::bad_alloc &) {
+        return PyErr_NoMemory();
+    } catch (const std::invalid_argument &e) {
+        PyErr_SetString(PyExc_ValueError, e.what());
+    } catch (const std::exception &e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+    }
+    return nullptr;
+}
+
+// ---- Memory: anonymous pages, committed when first touched, readable and writable as a buffer -----------------------
+
+struct MemoryObject {
+    PyObject_HEAD
+    char *data;
+    size_t bytes;
+};
+
+PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    Py_ssize_t bytes;
+    int huge = 0;
+    if (!PyArg_ParseTuple(args, "n|p", &bytes, &huge)) return nullptr;
+    if (bytes <= 0) {
+        PyErr_Format(PyExc_ValueError, "a memory of %zd bytes", bytes);
+        return nullptr;
+    }
+    constexpr size_t HUGE = size_t(2) << 20;
+    const size_t size = ((size_t)bytes + HUGE - 1) / HUGE * HUGE, map = size + HUGE;
+    void *p = mmap(nullptr, map, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return PyErr_NoMemory();
+    char *begin = (char *)p, *data = (char *)(((uintptr_t)p + HUGE - 1) / HUGE * HUGE);
+    if (data > begin) munmap(begin, (size_t)(data - begin));
+    munmap(data + size, (size_t)(begin + map - data - size));
+    if (huge) madvise(data, size, MADV_HUGEPAGE);
+    auto *self = (MemoryObject *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self) {
+        munmap(data, size);
+        return nullptr;
+    }
+    self->data = data, self->bytes = (size_t)bytes;
+    return (PyObject *)self;
+}
+void memory_dealloc(PyObject *o) {
+    auto *self = (MemoryObject *)o;
+    constexpr size_t HUGE = size_t(2) << 20;
+    if (self->data) munmap(self->data, (self->bytes + HUGE - 1) / HUGE * HUGE);
+    PyTypeObject *type = Py_TYPE(o);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(o);
+    Py_DECREF(type);
+}
+int memory_buffer(PyObject *o, Py_buffer *view, int flags) {
+    auto *self = (MemoryObject *)o;
+    return PyBuffer_FillInfo(view, o, self->data, (Py_ssize_t)self->bytes, 0, flags);
+}
+PyObject *memory_address(PyObject *o, void *) { return PyLong_FromVoidPtr(((MemoryObject *)o)->data); }
+PyObject *memory_bytes(PyObject *o, void *) { return PyLong_FromSize_t(((MemoryObject *)o)->bytes); }
+PyGetSetDef memory_fields[] = {{"address", memory_address, nullptr, "Address of the first byte (2 MiB aligned).", nullptr},
+                               {"nbytes", memory_bytes, nullptr, "Size in bytes.", nullptr},
+                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot memory_slots[] = {{Py_tp_new, (void *)memory_new},
+                              {Py_tp_dealloc, (void *)memory_dealloc},
+                              {Py_tp_getset, memory_fields},
+                              {Py_bf_getbuffer, (void *)memory_buffer},
+                              {Py_tp_doc, (void *)"Memory(nbytes, huge=False): anonymous pages, committed when first touched."},
+                              {0, nullptr}};
+PyType_Spec memory_spec = {"octavo._native.Memory", sizeof(MemoryObject), 0, Py_TPFLAGS_DEFAULT, memory_slots};
+
+// ---- Pool -----------------------------------------------------------------------------------------------------------
+
+struct PoolObject {
+    PyObject_HEAD
+    Pool *pool;
+};
+
+PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    int threads;
+    const char *variant = nullptr;
+    if (!PyArg_ParseTuple(args, "i|z", &threads, &variant)) return nullptr;
+    if (threads < 1 || threads > 1024) {
+        PyErr_Format(PyExc_ValueError, "threads must be between 1 and 1024, not %d", threads);
+        return nullptr;
+    }
+    const Kernels *kernels = variant ? find_kernels(variant) : best_kernels();
+    if (!kernels) {
+        PyErr_Format(PyExc_ValueError, "the instruction set %s is not available here; there are %s", variant, available_variants().c_str());
+        return nullptr;
+    }
+    auto *self = (PoolObject *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self) return nullptr;
+    try {
+        self->pool = new Pool(threads, kernels);
+    } catch (...) {
+        Py_DECREF(self);
+        return raise_cpp();
+    }
+    return (PyObject *)self;
+}
+void pool_dealloc(PyObject *o) {
+    delete ((PoolObject *)o)->pool;
+    PyTypeObject *type = Py_TYPE(o);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(o);
+    Py_DECREF(type);
+}
+PyObject *pool_threads(PyObject *o, void *) { return PyLong_FromLong(((PoolObject *)o)->pool->threads()); }
+PyObject *pool_variant(PyObject *o, void *) { return PyUnicode_FromString(((PoolObject *)o)->pool->kernels()->name); }
+PyGetSetDef pool_fields[] = {{"threads", pool_threads, nullptr, "Threads, the caller included.", nullptr},
+                             {"variant", pool_variant, nullptr, "The instruction-set variant.", nullptr},
+                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+struct Packing {
+    Pool *pool;
+    char *dst;
+    std::vector<Source> parts;
+    int64_t k, kp, panels, rows;  // rows of a part when interleaved
+    bool interleave, f32;
+};
+
+void pack_share(void *arg, int thread) {
+    const Packing &w = *(const Packing *)arg;
+    const int64_t threads = w.pool->threads(), element = w.f32 ? 4 : 2;
+    for (int64_t p = w.panels * thread / threads; p < w.panels * (thread + 1) / threads; p++) {
+        const void *rows[16] = {};
+        int32_t is_f32[16] = {};
+        for (int64_t i = 0; i < 16; i++) {
+            size_t part = w.interleave ? (size_t)(p % 2) : 0;
+            int64_t row = w.interleave ? p / 2 * 16 + i : p * 16 + i;
+            while (!w.interleave && part < w.parts.size() && row >= w.parts[part].rows) row -= w.parts[part++].rows;
+            if (part >= w.parts.size() || row >= w.parts[part].rows) continue;
+            is_f32[i] = w.parts[part].is_f32;
+            rows[i] = (const char *)w.parts[part].data + row * w.k * (is_f32[i] ? 4 : 2);
+        }
+        w.pool->kernels()->pack_panel(w.dst + p * w.kp * 16 * element, rows, is_f32, w.k, w.kp, w.f32);
+    }
+}
+
+// pack(dst, panels, k, kp, f32, interleave, parts): parts is a tuple of (address, rows, is_f32).
+PyObject *pool_pack(PyObject *o, PyObject *args) {
+    unsigned long long dst;
+    long long panels, k, kp;
+    int f32, interleave;
+    PyObject *parts;
+    if (!PyArg_ParseTuple(args, "KLLLppO!", &dst, &panels, &k, &kp, &f32, &interleave, &PyTuple_Type, &parts)) return nullptr;
+    Packing w{((PoolObject *)o)->pool, (char *)dst, {}, k, kp, panels, 0, interleave != 0, f32 != 0};
+    for (Py_ssize_t i = 0; i < PyTuple_Size(parts); i++) {
+        unsigned long long address;
+        long long rows;
+        int wide;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(parts, i), "KLp", &address, &rows, &wide)) return nullptr;
+        w.parts.push_back({(const void *)address, rows, wide});
+    }
+    if (interleave && w.parts.size() != 2) {
+        PyErr_SetString(PyExc_ValueError, "interleaving takes two parts");
+        return nullptr;
+    }
+    try {
+        w.pool->revive();
+    } catch (...) {
+        return raise_cpp();
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    w.pool->run(pack_share, &w);
+    PyEval_RestoreThread(state);
+    Py_RETURN_NONE;
+}
+
+struct Vector {
+    const Kernels *kernels;
+    float *dst;
+    const float *src;
+    int64_t n;
+};
+// exp(dst, src, n): the library's exponential over n float32 (a multiple of 16), by address; for tests.
+PyObject *pool_exp(PyObject *o, PyObject *args) {
+    unsigned long long dst, src;
+    long long n;
+    if (!PyArg_ParseTuple(args, "KKL", &dst, &src, &n)) return nullptr;
+    Vector v{((PoolObject *)o)->pool->kernels(), (float *)dst, (const float *)src, n};
+    ((PoolObject *)o)->pool->revive();
+    ((PoolObject *)o)->pool->run(
+        [](void *arg, int thread) {
+            const Vector &w = *(const Vector *)arg;
+            if (thread == 0) w.kernels->exp_test(w.dst, w.src, w.n);
+        },
+        &v);
+    Py_RETURN_NONE;
+}
+PyMethodDef pool_methods[] = {{"pack", pool_pack, METH_VARARGS, "pack(dst, panels, k, kp, f32, interleave, parts): weights into panels."},
+                              {"exp", pool_exp, METH_VARARGS, "exp(dst, src, n): the exponential of the kernels, for tests."},
+                              {nullptr, nullptr, 0, nullptr}};
+PyType_Slot pool_slots[] = {{Py_tp_new, (void *)pool_new},
+                            {Py_tp_dealloc, (void *)pool_dealloc},
+                            {Py_tp_getset, pool_fields},
+                            {Py_tp_methods, pool_methods},
+                            {Py_tp_doc, (void *)"Pool(threads, variant=None): the threads that run programs, and their kernels."},
+                            {0, nullptr}};
+PyType_Spec pool_spec = {"octavo._native.Pool", sizeof(PoolObject), 0, Py_TPFLAGS_DEFAULT, pool_slots};
+
+// ---- Program --------------------------------------------------------------------------------------------------------
+
+struct ProgramObject {
+    PyObject_HEAD
+    Program *program;
+    PoolObject *pool;
+    PyObject *keep;  // whatever owns the memory behind the addresses
+    bool busy;
+};
+
+template <class T> bool read_array(const char *data, Py_ssize_t bytes, size_t count, const char *what, std::vector<T> *out) {
+    if (bytes % (Py_ssize_t)sizeof(T) != 0 || (count && (size_t)bytes != count * sizeof(T))) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd bytes", what, bytes);
+        return false;
+    }
+    out->resize((size_t)bytes / sizeof(T));
+    if (bytes) memcpy(out->data(), data, (size_t)bytes);
+    return true;
+}
+
+// Program(pool, bounds, step, slots, forward, sample, keep): packed bytes, as ops/native.py makes them.
+PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    PyObject *pool, *keep;
+    const char *data[5];
+    Py_ssize_t bytes[5];
+    if (!PyArg_ParseTuple(args, "Oy#y#y#y#y#O", &pool, data, bytes, data + 1, bytes + 1, data + 2, bytes + 2, data + 3, bytes + 3, data + 4, bytes + 4,
+                          &keep))
+        return nullptr;
+    PyObject *module = PyImport_ImportModule("octavo._native");
+    PyObject *pool_type = module ? PyObject_GetAttrString(module, "Pool") : nullptr;
+    const int is_pool = pool_type ? PyObject_IsInstance(pool, pool_type) : -1;
+    Py_XDECREF(pool_type);
+    Py_XDECREF(module);
+    if (is_pool < 0) return nullptr;
+    if (!is_pool) {
+        PyErr_SetString(PyExc_TypeError, "the first argument must be a Pool");
+        return nullptr;
+    }
+    std::vector<Bounds> bounds;
+    std::vector<uint64_t> step, slots;
+    std::vector<Op> forward, sample;
+    if (!read_array(data[0], bytes[0], 1, "bounds", &bounds) || !read_array(data[1], bytes[1], 17, "step", &step) ||
+        !read_array(data[2], bytes[2], 14, "slots", &slots) || !read_array(data[3], bytes[3], 0, "forward", &forward) ||
+        !read_array(data[4], bytes[4], 0, "sample", &sample))
+        return nullptr;
+    auto *self = (ProgramObject *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self) return nullptr;
+    try {
+        self->program = new Program(((PoolObject *)pool)->pool, bounds[0], step.data(), slots.data(), std::move(forward), std::move(sample));
+    } catch (...) {
+        Py_DECREF(self);
+        return raise_cpp();
+    }
+    Py_INCREF(pool);
+    Py_INCREF(keep);
+    self->pool = (PoolObject *)pool, self->keep = keep;
+    return (PyObject *)self;
+}
+void program_dealloc(PyObject *o) {
+    auto *self = (ProgramObject *)o;
+    delete self->program;
+    Py_XDECREF((PyObject *)self->pool);
+    Py_XDECREF(self->keep);
+    PyTypeObject *type = Py_TYPE(o);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(o);
+    Py_DECREF(type);
+}
+PyObject *program_run(PyObject *o, PyObject *const *args, Py_ssize_t n) {
+    auto *self = (ProgramObject *)o;
+    const long segment = n == 1 ? PyLong_AsLong(args[0]) : -1;
+    if (segment == -1 && PyErr_Occurred()) return nullptr;
+    if (segment != 0 && segment != 1) {
+        PyErr_SetString(PyExc_ValueError, "run(segment): 0 is forward, 1 is sample");
+        return nullptr;
+    }
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "the program is running already");
+        return nullptr;
+    }
+    try {
+        self->pool->pool->revive();
+        self->busy = true;
+        PyThreadState *state = PyEval_SaveThread();
+        std::string wrong = self->program->run((int)segment);
+        PyEval_RestoreThread(state);
+        self->busy = false;
+        if (!wrong.empty()) {
+            PyErr_SetString(PyExc_ValueError, wrong.c_str());
+            return nullptr;
+        }
+    } catch (...) {
+        return raise_cpp();
+    }
+    Py_RETURN_NONE;
+}
+PyObject *program_scratch(PyObject *o, void *) { return PyLong_FromSize_t(((ProgramObject *)o)->program->scratch_bytes()); }
+PyGetSetDef program_fields[] = {{"scratch_bytes", program_scratch, nullptr, "Scratch of all threads.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMethodDef program_methods[] = {{"run", (PyCFunction)(void (*)(void))program_run, METH_FASTCALL, "run(segment): 0 forward, 1 sample; without the GIL."},
+                                 {nullptr, nullptr, 0, nullptr}};
+PyType_Slot program_slots[] = {{Py_tp_new, (void *)program_new},
+                               {Py_tp_dealloc, (void *)program_dealloc},
+                               {Py_tp_methods, program_methods},
+                               {Py_tp_getset, program_fields},
+                               {Py_tp_doc, (void *)"Program(pool, bounds, step, slots, forward, sample, keep): a recorded model."},
+                               {0, nullptr}};
+PyType_Spec program_spec = {"octavo._native.Program", sizeof(ProgramObject), 0, Py_TPFLAGS_DEFAULT, program_slots};
+
+// ---- Module ---------------------------------------------------------------------------------------------------------
+
+PyObject *info(PyObject *, PyObject *) {
+    return Py_BuildValue("{s:s,s:s,s:s}", "variant", best_kernels()->name, "available", available_variants().c_str(), "compiler", OCTAVO_COMPILER);
+}
+PyMethodDef module_methods[] = {{"info", info, METH_NOARGS, "info(): the best variant, the available ones (best last), the compiler."},
+                                {nullptr, nullptr, 0, nullptr}};
+
+int module_exec(PyObject *module) {
+    ask_for_matrix_units();
+    const std::pair<const char *, PyType_Spec *> types[] = {{"Memory", &memory_spec}, {"Pool", &pool_spec}, {"Program", &program_spec}};
+    for (auto [name, spec] : types) {
+        PyObject *type = PyType_FromSpec(spec);
+        if (!type || PyModule_AddObjectRef(module, name, type) < 0) {
+            Py_XDECREF(type);
+            return -1;
+        }
+        Py_DECREF(type);
+    }
+    return 0;
+}
+PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void *)module_exec}, {0, nullptr}};
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "octavo._native", "Octavo's kernels, thread pool and program replay.", 0, module_methods, module_slots,
+                          nullptr,               nullptr,          nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module_def); }

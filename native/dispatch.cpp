@@ -1,0 +1,79 @@
+// Which instruction-set variant runs. Compiled without arch flags; nothing here may touch a vector register early.
+#include "program.h"
+
+#include <cstring>
+
+#ifdef OCTAVO_X86
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace octavo {
+namespace {
+
+struct Features {
+    bool avx2 = false, avx512 = false, amx = false;
+};
+
+#ifdef OCTAVO_X86
+uint64_t xcr0() {
+    uint32_t low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+bool matrix_permission() {  // the kernel hands out the 8 KiB of tile state only on request; threads inherit it
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+Features detect() {
+    Features f;
+    uint32_t a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return f;
+    const uint64_t state = xcr0();
+    const bool fma = c & bit_FMA, f16c = c & bit_F16C;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return f;
+    f.avx2 = (state & 0x6) == 0x6 && (b & bit_AVX2) && fma && f16c;
+    const uint32_t need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ | bit_AVX512CD;
+    f.avx512 = f.avx2 && (state & 0xe6) == 0xe6 && (b & need) == need;
+    const uint32_t amx_bf16 = 1u << 22, amx_tile = 1u << 24;
+    f.amx = f.avx512 && (state & 0x60000) == 0x60000 && (d & amx_bf16) && (d & amx_tile) && matrix_permission();
+    return f;
+}
+#else
+Features detect() { return {}; }
+#endif
+
+const Features &features() {
+    static const Features f = detect();
+    return f;
+}
+
+}  // namespace
+
+void ask_for_matrix_units() { features(); }
+
+const Kernels *find_kernels(const char *name) {
+    const Features &f = features();
+    if (!strcmp(name, "generic")) return kernels_generic();
+    if (!strcmp(name, "avx2") && f.avx2) return kernels_avx2();
+    if (!strcmp(name, "avx512") && f.avx512) return kernels_avx512();
+    if (!strcmp(name, "amx") && f.amx) return kernels_amx();
+    return nullptr;
+}
+
+std::string available_variants() {
+    std::string names;
+    for (const char *name : {"generic", "avx2", "avx512", "amx"})
+        if (find_kernels(name)) names += std::string(names.empty() ? "" : ",") + name;
+    return names;
+}
+
+const Kernels *best_kernels() {
+    const Kernels *best = nullptr;
+    for (const char *name : {"generic", "avx2", "avx512", "amx"})
+        if (const Kernels *k = find_kernels(name)) best = k;
+    return best;
+}
+
+}  // namespace octavo

@@ -1,0 +1,59 @@
+// A recorded model: two lists of ops and what they are bound to. Replayed by one call per segment.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "pool.h"
+
+namespace octavo {
+
+// Sizes a program is bound to; ops/native.py packs it as "<12q".
+struct Bounds {
+    int64_t cap_t, cap_s, cap_r;         // rows of the step's arrays
+    int64_t vocab, num_blocks, block_bytes, table_stride, top_stride;
+    int64_t group;                       // query heads of a KV head (0: no attention): rows of a token in a tile
+    int64_t scratch;                     // bytes of scratch that the ops need in a thread, besides the sampler's
+    int64_t kv;                          // address of the blocks
+    int64_t reserved;
+};
+static_assert(sizeof(Bounds) == 96, "ops/native.py packs this layout");
+
+class Program {
+public:
+    Program(Pool *pool, const Bounds &bounds, const uint64_t *step, const uint64_t *slots, std::vector<Op> forward, std::vector<Op> sample);
+    ~Program();
+    // Returns an empty string, or what is wrong with the step's numbers; then nothing ran.
+    std::string run(int segment);
+    size_t scratch_bytes() const { return scratch_bytes_; }
+
+private:
+    std::string check() const;
+    void plan_attention();
+    static void job(void *self, int thread);
+    void forward(int thread);
+    void sample(int thread);
+    int32_t rows(const Op &op) const { return op.n[0] == ROWS_T ? run_.T : run_.R; }
+
+    Pool *pool_;
+    Bounds bounds_;
+    Run run_;
+    std::vector<Op> segments_[2];
+    int segment_ = 0;
+    std::vector<Tile> tiles_;
+    std::vector<uint8_t> zero_tail_;
+    size_t scratch_bytes_ = 0;
+    char *scratch_ = nullptr;
+    std::vector<char *> scratch_of_;
+    struct alignas(64) Counter {
+        int32_t value;
+    };
+    std::vector<Counter> counters_;
+};
+
+// dispatch.cpp
+const Kernels *find_kernels(const char *name);  // null: this CPU or this build has no such variant
+const Kernels *best_kernels();
+std::string available_variants();  // comma separated, best last
+void ask_for_matrix_units();  // once, before threads start
+
+}  // namespace octavo

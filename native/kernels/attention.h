@@ -1,0 +1,210 @@
+// Causal attention over the block tables. A task is QROWS packed query rows (tokens × the heads of one KV head) of one
+// sequence; softmax goes by fixed partitions of 256 absolute tokens, combined from left to right.
+//
+// Row purity: a row's value depends on its own query, its range of tokens and the cache only. Blocks and partitions
+// outside a row's range, which it walks through because of its neighbours in the tile, have probability 0 and add +0,
+// or are skipped for this row.
+//
+// p: q, out. n: rows kind, ld (of both), H, G, D, Dp, offset of the layer in a block (elements), window (0: none). f: scale.
+#pragma once
+
+struct QueryTile {
+    int rows;
+    int64_t dp;
+    float *q;       // [QROWS][Dp] float32 values of act precision
+    bf16 *q16;      // the same as bf16, for matrix units
+    float *scores;  // [QROWS][PARTITION]; then the probabilities, rounded to act
+    bf16 *p16;      // [QROWS][PARTITION] for matrix units
+    float *part;    // [QROWS][Dp] of this partition
+    float *sum;     // [QROWS][Dp] so far
+    int32_t low[QROWS], high[QROWS];  // first and last token that a row sees
+    float top[QROWS], mass[QROWS];    // so far: the largest score, the sum of exp(score - top)
+    bool begun[QROWS];
+};
+
+constexpr int TILE_ROWS_MIN = 5;  // fewer rows do not pay for matrix units
+
+// Scores of one row in one partition become probabilities. Blocks from … to of the partition were scored.
+template <class E> FN void softmax_row(QueryTile &tile, int r, int64_t base, int from, int to, float scale, float *top, float *mass) {
+    float *s = tile.scores + r * PARTITION;
+    const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int32_t low = tile.low[r], high = tile.high[r];
+    F best = splat(-INF);
+    for (int j = from; j < to; j++) {
+        F x = load<F>(s + j * TOKENS) * scale;
+        const int32_t first = (int32_t)base + j * TOKENS;
+        if (first < low || first + TOKENS - 1 > high) {
+            I token = lane + first;
+            x = token >= isplat(low) ? x : splat(-INF);
+            x = token <= isplat(high) ? x : splat(-INF);
+        }
+        store<F>(s + j * TOKENS, x);
+        best = max_keep(best, x);
+    }
+    *top = max_lanes(best);
+    F sum = {};
+    for (int j = from; j < to; j++) {
+        F p = exp16(load<F>(s + j * TOKENS) - *top);
+        const int32_t first = (int32_t)base + j * TOKENS;
+        if (first < low || first + TOKENS - 1 > high) {
+            I token = lane + first;
+            p = token >= isplat(low) ? p : F{};
+            p = token <= isplat(high) ? p : F{};
+        }
+        p = round_act<E>(p);
+        sum = sum + p;
+        store<F>(s + j * TOKENS, p);
+#ifdef OCTAVO_AMX
+        if (sizeof(E) == 2) store_act(tile.p16 + r * PARTITION + j * TOKENS, p);
+#endif
+    }
+    *mass = sum_lanes(sum);
+}
+
+// Adds a partition (its own top, mass and output) to what a row has so far.
+FN void combine(QueryTile &tile, int r, float top, float mass) {
+    float *sum = tile.sum + r * tile.dp;
+    const float *part = tile.part + r * tile.dp;
+    if (!tile.begun[r]) {
+        tile.begun[r] = true, tile.top[r] = top, tile.mass[r] = mass;
+        __builtin_memcpy(sum, part, (size_t)tile.dp * 4);
+        return;
+    }
+    const float both = top > tile.top[r] ? top : tile.top[r];
+    const F scales = exp16(F{tile.top[r] - both, top - both});
+    const float before = scales[0], here = scales[1];
+    for (int64_t c = 0; c < tile.dp; c += LANES) store<F>(sum + c, load<F>(sum + c) * before + load<F>(part + c) * here);
+    tile.mass[r] = tile.mass[r] * before + mass * here;
+    tile.top[r] = both;
+}
+
+template <class E> static void score_blocks(const QueryTile &tile, const E *const *k, int from, int to) {
+#ifdef OCTAVO_AMX
+    if (sizeof(E) == 2 && tile.rows >= TILE_ROWS_MIN) {
+        const int64_t dp = tile.dp;
+        for (int j = from; j < to; j += 2) {
+            const bool two = j + 1 < to;
+            TILE_ZERO(0);
+            TILE_ZERO(1);
+            for (int64_t c = 0; c < dp; c += KBLOCK) {
+                TILE_LOAD(4, tile.q16 + c, dp * 2);
+                TILE_LOAD(6, k[j] + c * LANES, 64);
+                TILE_DOT(0, 4, 6);
+                if (!two) continue;
+                TILE_LOAD(6, k[j + 1] + c * LANES, 64);
+                TILE_DOT(1, 4, 6);
+            }
+            TILE_STORE(0, tile.scores + j * TOKENS, PARTITION * 4);
+            if (two) TILE_STORE(1, tile.scores + (j + 1) * TOKENS, PARTITION * 4);
+        }
+        return;
+    }
+#endif
+    for (int j = from; j < to; j++)
+        for (int r = 0; r < tile.rows; r += MAX_ROWS) {
+            const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
+            product_rows<E>(n, 1, tile.q + r * tile.dp, tile.dp, k[j], 0, tile.dp, 0, tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
+        }
+}
+
+template <class E> static void mix_blocks(const QueryTile &tile, const E *const *k, int from, int to) {
+    const int64_t dp = tile.dp, panel = TOKENS * LANES;
+#ifdef OCTAVO_AMX
+    if (sizeof(E) == 2 && tile.rows >= TILE_ROWS_MIN) {
+        for (int64_t c = 0; c < dp; c += 2 * LANES) {  // Dp is a multiple of 32
+            TILE_ZERO(0);
+            TILE_ZERO(1);
+            for (int j = from; j < to; j++) {
+                const E *v = k[j] + dp * TOKENS + c / LANES * panel;
+                TILE_LOAD(5, tile.p16 + j * TOKENS, PARTITION * 2);
+                TILE_LOAD(7, v, 64);
+                TILE_DOT(0, 5, 7);
+                TILE_LOAD(7, v + panel, 64);
+                TILE_DOT(1, 5, 7);
+            }
+            TILE_STORE(0, tile.part + c, dp * 4);
+            TILE_STORE(1, tile.part + c + LANES, dp * 4);
+        }
+        return;
+    }
+#endif
+    for (int r = 0; r < tile.rows; r += MAX_ROWS) {
+        const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
+        for (int64_t c = 0; c < dp; c += LANES)
+            mix_rows<E>(n, tile.scores + r * PARTITION + from * TOKENS, PARTITION, k + from, dp * TOKENS + c / LANES * panel, to - from,
+                        tile.part + r * dp + c, dp);
+    }
+}
+
+template <class E> static void attend(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
+    const int64_t ld = op.n[1], per = op.n[2] / op.n[3], d = op.n[4], dp = tile.dp, window = op.n[7];
+    const int32_t first = run.step.q_start[work.seq];
+    const int64_t left = (int64_t)(run.step.q_start[work.seq + 1] - first) * per - work.row;
+    tile.rows = left < QROWS ? (int)left : QROWS;
+    for (int r = 0; r < tile.rows; r++) {
+        const int64_t t = first + (work.row + r) / per, h = g * per + (work.row + r) % per;
+        const E *q = (const E *)op.p[0] + t * ld + h * d;
+        for (int64_t c = 0; c < d; c++) tile.q[r * dp + c] = get_act(q[c]);
+        for (int64_t c = d; c < dp; c++) tile.q[r * dp + c] = 0;
+        for (int64_t c = 0; c < dp && sizeof(E) == 2; c += LANES) store_act(tile.q16 + r * dp + c, load<F>(tile.q + r * dp + c));
+        tile.high[r] = run.step.positions[t];
+        tile.low[r] = window > 0 && tile.high[r] >= window ? tile.high[r] - (int32_t)window + 1 : 0;
+        tile.begun[r] = false;
+    }
+    const int32_t *table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
+    const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];  // both rise with the row
+    const E *k[PARTITION / TOKENS];
+    for (int64_t base = low / PARTITION * PARTITION; base <= high; base += PARTITION) {
+        const int from = base < low ? (int)((low - base) / TOKENS) : 0;
+        const int to = high - base < PARTITION ? (int)((high - base) / TOKENS + 1) : PARTITION / TOKENS;
+        for (int j = from; j < to; j++)
+            k[j] = (const E *)(run.kv + (size_t)table[base / TOKENS + j] * run.block_bytes) + op.n[6] + g * 2 * dp * TOKENS;
+        score_blocks<E>(tile, k, from, to);
+        float top[QROWS], mass[QROWS];
+        bool live[QROWS];
+        for (int r = 0; r < tile.rows; r++) {
+            live[r] = tile.low[r] < base + PARTITION && tile.high[r] >= base;
+            if (live[r]) {
+                softmax_row<E>(tile, r, base, from, to, op.f[0], top + r, mass + r);
+            } else {  // the tile's other rows see this partition; this one must not meet old numbers
+                __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
+                __builtin_memset(tile.p16 + r * PARTITION, 0, PARTITION * 2);
+            }
+        }
+        mix_blocks<E>(tile, k, from, to);
+        for (int r = 0; r < tile.rows; r++)
+            if (live[r]) combine(tile, r, top[r], mass[r]);
+    }
+    for (int r = 0; r < tile.rows; r++) {
+        const int64_t t = first + (work.row + r) / per, h = g * per + (work.row + r) % per;
+        E *out = (E *)op.p[1] + t * ld + h * d;
+        for (int64_t c = 0; c < dp; c += LANES) store<F>(tile.sum + r * dp + c, load<F>(tile.sum + r * dp + c) / tile.mass[r]);
+        for (int64_t c = 0; c < d; c++) put_act(out + c, tile.sum[r * dp + c]);
+        if (h == op.n[2] - 1)
+            for (int64_t c = op.n[2] * d; c < ld; c++) ((E *)op.p[1])[t * ld + c] = 0;
+    }
+}
+
+template <class E> static void attention(const Op &op, const Run &run, const Part &part) {
+    const int64_t dp = op.n[5], groups = op.n[3];
+    QueryTile tile;
+    tile.dp = dp;
+    char *at = run.scratch[part.thread];
+    tile.q = (float *)at, at += QROWS * dp * 4;
+    tile.part = (float *)at, at += QROWS * dp * 4;
+    tile.sum = (float *)at, at += QROWS * dp * 4;
+    tile.scores = (float *)at, at += QROWS * PARTITION * 4;
+    tile.q16 = (bf16 *)at, at += QROWS * dp * 2;
+    tile.p16 = (bf16 *)at;
+#ifdef OCTAVO_AMX
+    if (sizeof(E) == 2) configure(true);
+#endif
+    const int64_t tasks = run.num_tiles * groups;
+    for (int64_t task; (task = next_task(part.counter)) < tasks;) {
+        task = tasks - 1 - task;  // a sequence's last tile sees the most tokens: first
+        attend<E>(op, run, tile, run.tiles[task / groups], task % groups);
+    }
+#ifdef OCTAVO_AMX
+    if (sizeof(E) == 2) configure(false);
+#endif
+}

@@ -1,0 +1,125 @@
+// linear: rows of act values times packed weights, and what follows in the same breath: bias, residual, silu·mul.
+//
+// p: a, weights, bias (0: none), residual (0: none), out, and for a fused norm: x, w.
+// n: rows kind, kp, panels (even), epilogue, ld of out (and of the residual), d of the norm. f: eps of the norm.
+// The ld of a and x is kp: every buffer's rows are padded to 32 columns, and the padding holds zeros.
+#pragma once
+
+// Results of rows row0 … and panels panel …, from acc[panel][row][16] (panels `stride` floats apart) to memory.
+template <class E> FN void finish(const Op &op, int64_t row0, int rows, int64_t panel, int np, const float *acc, int64_t stride) {
+    const float *bias = (const float *)op.p[2];
+    const int64_t ld = op.n[4];
+    if (op.n[3] == EPI_SILU_MUL) {  // panels alternate: 16 columns of gate, the same of up
+        for (int p = 0; p < np; p += 2)
+            for (int r = 0; r < rows; r++) {
+                F gate = load<F>(acc + p * stride + r * LANES), up = load<F>(acc + (p + 1) * stride + r * LANES);
+                if (bias) gate = gate + load<F>(bias + (panel + p) * LANES), up = up + load<F>(bias + (panel + p + 1) * LANES);
+                F y = gate / (splat(1.0f) + exp16(-gate)) * up;
+                store_act((E *)op.p[4] + (row0 + r) * ld + (panel + p) / 2 * LANES, y);
+            }
+        return;
+    }
+    const float *residual = (const float *)op.p[3];
+    for (int p = 0; p < np; p++)
+        for (int r = 0; r < rows; r++) {
+            const int64_t at = (row0 + r) * ld + (panel + p) * LANES;
+            F y = load<F>(acc + p * stride + r * LANES);
+            if (bias) y = y + load<F>(bias + (panel + p) * LANES);
+            if (residual) y = load<F>(residual + at) + y;
+            store<F>((float *)op.p[4] + at, y);
+        }
+}
+
+template <class E> FN void expand(float *dst, const E *src, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) store<F>(dst + i, load_act(src + i));
+}
+
+// Few rows: memory speed decides. Every thread reads its share of the panels once; all rows ride along.
+template <class E> static void linear_few(const Op &op, const Run &run, const Part &part) {
+    const int64_t kp = op.n[1], stride = kp * LANES;
+    const int rows = part.rows, unit = op.n[3] == EPI_SILU_MUL ? 2 : 1;
+    int64_t from, to;
+    share(op.n[2] / unit, part.thread, run.threads, &from, &to);
+    from *= unit, to *= unit;
+    if (from == to) return;
+    float *wide = (float *)run.scratch[part.thread];
+    const float *a = wide;
+    if (op.flags & FLAG_FUSED) {
+        for (int r = 0; r < rows; r++)
+            norm_row<E>((const float *)op.p[5] + (part.row0 + r) * kp, (const float *)op.p[6], op.f[0], op.n[5], kp, wide + r * kp);
+    } else if (sizeof(E) == 4) {
+        a = (const float *)op.p[0] + part.row0 * kp;
+    } else {
+        expand(wide, (const E *)op.p[0] + part.row0 * kp, rows * kp);
+    }
+    const E *w = (const E *)op.p[1];
+    float acc[4 * MAX_ROWS * LANES] __attribute__((aligned(64)));
+    for (int64_t p = from; p < to; p += 4) {
+        const int np = to - p < 4 ? (int)(to - p) : 4;
+        for (int r = 0; r < rows; r += MAX_ROWS) {
+            const int n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
+            product_rows<E>(n, np, a + r * kp, kp, w + p * stride, stride, kp, r == 0 ? 4 * stride : 0, acc, MAX_ROWS * LANES, LANES);
+            finish<E>(op, part.row0 + r, n, p, np, acc, MAX_ROWS * LANES);
+        }
+    }
+}
+
+// Many rows without matrix units: tasks of 64 rows × 4 panels; a panel stays in the first cache while rows pass by.
+template <class E> static void linear_many(const Op &op, const Run &run, const Part &part) {
+    const int64_t kp = op.n[1], stride = kp * LANES;
+    const int64_t columns = (op.n[2] + 3) / 4, chunks = (part.rows + EXPAND_ROWS - 1) / EXPAND_ROWS;
+    const int unit = op.n[3] == EPI_SILU_MUL ? 2 : 1;
+    float *wide = (float *)run.scratch[part.thread];
+    int64_t held = -1;
+    float acc[2 * MAX_ROWS * LANES] __attribute__((aligned(64)));
+    for (int64_t task; (task = next_task(part.counter)) < columns * chunks;) {
+        const int64_t chunk = task / columns, column = task % columns * 4;
+        const int64_t row0 = part.row0 + chunk * EXPAND_ROWS;
+        const int64_t left = part.rows - chunk * EXPAND_ROWS;
+        const int rows = left < EXPAND_ROWS ? (int)left : EXPAND_ROWS;
+        const E *src = (const E *)op.p[0] + row0 * kp;
+        if (sizeof(E) == 2 && held != chunk) expand(wide, src, rows * kp), held = chunk;
+        const float *a = sizeof(E) == 2 ? wide : (const float *)(const void *)src;
+        const int64_t end = column + 4 < op.n[2] ? column + 4 : op.n[2];
+        for (int64_t p = column; p < end; p += unit)
+            for (int r = 0; r < rows; r += MAX_ROWS) {
+                const int n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
+                product_rows<E>(n, unit, a + r * kp, kp, (const E *)op.p[1] + p * stride, stride, kp, 0, acc, MAX_ROWS * LANES, LANES);
+                finish<E>(op, row0 + r, n, p, unit, acc, MAX_ROWS * LANES);
+            }
+    }
+}
+
+#ifdef OCTAVO_AMX
+// Many rows with matrix units: 32 rows × 2 panels in four accumulator tiles, over all of K. Rows behind the last are
+// read from the buffer's spare rows and thrown away: a tile's rows do not touch each other.
+static void linear_tiles(const Op &op, const Part &part) {
+    const int64_t kp = op.n[1], stride = kp * LANES;
+    const int64_t pairs = op.n[2] / 2, chunks = (part.rows + TILE_CHUNK - 1) / TILE_CHUNK;
+    float acc[2 * 32 * LANES] __attribute__((aligned(64)));
+    for (int64_t task; (task = next_task(part.counter)) < pairs * chunks;) {
+        const int64_t chunk = task / pairs, pair = task % pairs;
+        const int64_t first = chunk * TILE_CHUNK;
+        const int64_t last = first + TILE_CHUNK < part.rows ? first + TILE_CHUNK : part.rows;
+        const bf16 *w = (const bf16 *)op.p[1] + pair * 2 * stride;
+        for (int64_t r = first; r < last; r += 32) {
+            const int rows = last - r < 32 ? (int)(last - r) : 32;
+            const bf16 *a = (const bf16 *)op.p[0] + (part.row0 + r) * kp;
+            if (rows > 16)
+                tiles_2x2(a, kp, w, stride, acc);
+            else
+                tiles_1x2(a, kp, w, stride, acc);
+            finish<bf16>(op, part.row0 + r, rows, pair * 2, 2, acc, 32 * LANES);
+        }
+    }
+}
+#endif
+
+template <class E> static void linear(const Op &op, const Run &run, const Part &part) {
+    if (part.rows == 0) return;
+    if (part.rows <= FUSED_ROWS) return linear_few<E>(op, run, part);
+#ifdef OCTAVO_AMX
+    if (sizeof(E) == 2) return linear_tiles(op, part);
+#endif
+    linear_many<E>(op, run, part);
+}

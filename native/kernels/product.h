@@ -1,0 +1,144 @@
+// The one product of the library: rows of activations (float32 values of act precision) times a panel of 16 columns.
+// Contract, per group of KB products (32; 16 in the products over tokens): c ← c + (e + o), where e and o are chains
+// of multiply-adds from zero over the even and the odd k in order. That is what TDPBF16PS computes. bf16 products are
+// exact in float32, so fused and separate multiply-adds agree; float32 products are rounded, so they are never fused.
+#pragma once
+
+#if defined(__AVX512F__)
+FN NF fused(NF a, NF b, NF c) { return (NF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+constexpr int MAX_ROWS = 8;  // rows whose chains fit the registers
+#elif defined(__FMA__)
+FN NF fused(NF a, NF b, NF c) { return (NF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+constexpr int MAX_ROWS = 2;
+#else
+FN NF fused(NF a, NF b, NF c) { return a * b + c; }
+constexpr int MAX_ROWS = 2;
+#endif
+
+template <class E> struct Panel;
+template <> struct Panel<bf16> {  // a row of pairs: [16][2]
+    static constexpr bool exact = true;
+    FN void pair(const bf16 *b, int v, NF *even, NF *odd) {
+        NU u = load<NU>(b + v * OCTAVO_WIDTH * 2);
+        *even = (NF)(u << 16);
+        *odd = (NF)(u & 0xffff0000u);
+    }
+};
+template <> struct Panel<float> {
+    static constexpr bool exact = false;
+    FN void pair(const float *b, int v, NF *even, NF *odd) {
+        *even = load<NF>(b + v * OCTAVO_WIDTH);
+        *odd = load<NF>(b + LANES + v * OCTAVO_WIDTH);
+    }
+};
+template <class E> FN NF multiply_add(NF a, NF b, NF c) {
+    if constexpr (Panel<E>::exact) return fused(a, b, c);
+    return a * b + c;
+}
+
+// c[panel][row] += one group of KB products, for NP panels that lie `stride` elements apart and MR rows of a.
+// `ahead`: elements to the data that this stream needs next (0: none), fetched into the second cache meanwhile.
+template <class E, int MR, int NP, int KB>
+FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const E *b, int64_t stride, int64_t ahead) {
+    NF e[NP][MR][NV] = {}, o[NP][MR][NV] = {};
+#pragma GCC unroll 2
+    for (int k = 0; k < KB; k += 2) {
+#pragma GCC unroll 4
+        for (int p = 0; p < NP; p++) {
+            const E *bp = b + p * stride + k * LANES;
+            if (ahead) {
+                __builtin_prefetch(bp + ahead, 0, 2);
+                if (sizeof(E) == 4) __builtin_prefetch(bp + ahead + LANES, 0, 2);
+            }
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                NF even, odd;
+                Panel<E>::pair(bp, v, &even, &odd);
+#pragma GCC unroll 8
+                for (int r = 0; r < MR; r++) {
+                    e[p][r][v] = multiply_add<E>(nsplat(a[r * lda + k]), even, e[p][r][v]);
+                    o[p][r][v] = multiply_add<E>(nsplat(a[r * lda + k + 1]), odd, o[p][r][v]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) c[p][r][v] += e[p][r][v] + o[p][r][v];
+}
+
+// out[panel·out_stride + row·ldo + 16] = rows · panels over kp products.
+template <class E, int MR, int NP>
+static __attribute__((noinline)) void product(const float *a, int64_t lda, const E *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
+                                              int64_t out_stride, int64_t ldo) {
+    NF c[NP][MR][NV] = {};
+    for (int64_t k = 0; k < kp; k += KBLOCK) group<E, MR, NP, KBLOCK>(c, a + k, lda, b + k * LANES, stride, ahead);
+    for (int p = 0; p < NP; p++)
+        for (int r = 0; r < MR; r++)
+            for (int v = 0; v < NV; v++) store<NF>(out + p * out_stride + r * ldo + v * OCTAVO_WIDTH, c[p][r][v]);
+}
+
+// The same for `np` panels in a row and any number of rows up to MAX_ROWS, as many panels in flight as registers allow.
+template <class E>
+static void product_rows(int rows, int np, const float *a, int64_t lda, const E *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
+                         int64_t out_stride, int64_t ldo) {
+    int p = 0;
+#define OCTAVO_FLY(MR, NP)                                                                                  \
+    for (; p + NP <= np; p += NP)                                                                           \
+        product<E, MR, NP>(a, lda, b + p * stride, stride, kp, ahead, out + p * out_stride, out_stride, ldo)
+    switch (rows) {
+        case 1:
+            if (OCTAVO_WIDTH == 16) OCTAVO_FLY(1, 4);
+            if (OCTAVO_WIDTH >= 8) OCTAVO_FLY(1, 2);
+            OCTAVO_FLY(1, 1);
+            break;
+        case 2:
+            if (OCTAVO_WIDTH == 16) OCTAVO_FLY(2, 4);
+            OCTAVO_FLY(2, 1);
+            break;
+#if OCTAVO_WIDTH == 16
+        case 3:
+            OCTAVO_FLY(3, 2);
+            OCTAVO_FLY(3, 1);
+            break;
+        case 4:
+            OCTAVO_FLY(4, 2);
+            OCTAVO_FLY(4, 1);
+            break;
+        case 5: OCTAVO_FLY(5, 1); break;
+        case 6: OCTAVO_FLY(6, 1); break;
+        case 7: OCTAVO_FLY(7, 1); break;
+        case 8: OCTAVO_FLY(8, 1); break;
+#endif
+        default: __builtin_trap();
+    }
+#undef OCTAVO_FLY
+}
+
+// Products over tokens: out[row·ldo + 16] = Σ over n blocks of p[row][16·block …] · v[block] (a panel of 16 tokens × 16 dims).
+template <class E, int MR>
+static __attribute__((noinline)) void mix(const float *p, int64_t ldp, const E *const *v, int64_t offset, int n, float *out, int64_t ldo) {
+    NF c[1][MR][NV] = {};
+    for (int j = 0; j < n; j++) group<E, MR, 1, TOKENS>(c, p + j * TOKENS, ldp, v[j] + offset, 0, 0);
+    for (int r = 0; r < MR; r++)
+        for (int w = 0; w < NV; w++) store<NF>(out + r * ldo + w * OCTAVO_WIDTH, c[0][r][w]);
+}
+template <class E>
+static void mix_rows(int rows, const float *p, int64_t ldp, const E *const *v, int64_t offset, int n, float *out, int64_t ldo) {
+    switch (rows) {
+        case 1: mix<E, 1>(p, ldp, v, offset, n, out, ldo); break;
+        case 2: mix<E, 2>(p, ldp, v, offset, n, out, ldo); break;
+#if OCTAVO_WIDTH == 16
+        case 3: mix<E, 3>(p, ldp, v, offset, n, out, ldo); break;
+        case 4: mix<E, 4>(p, ldp, v, offset, n, out, ldo); break;
+        case 5: mix<E, 5>(p, ldp, v, offset, n, out, ldo); break;
+        case 6: mix<E, 6>(p, ldp, v, offset, n, out, ldo); break;
+        case 7: mix<E, 7>(p, ldp, v, offset, n, out, ldo); break;
+        case 8: mix<E, 8>(p, ldp, v, offset, n, out, ldo); break;
+#endif
+        default: __builtin_trap();
+    }
+}

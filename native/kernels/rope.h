@@ -1,0 +1,82 @@
+// Rotary embedding, and the writing of K and V into the cache.
+//
+// A block of the cache: [layer][kv head][K | V]. K is a panel whose columns are the block's 16 tokens and whose inner
+// size is Dp; V is Dp/16 panels of 16 dims whose inner size is the 16 tokens.
+#pragma once
+
+// Sine and cosine of x, |x| < 2^23: reduction by π/2 in three parts, then the Taylor series, all in double.
+FN void sin_cos(float angle, float *sine, float *cosine) {
+    const double x = angle;
+    const double magic = 6755399441055744.0;  // 1.5 · 2^52: adding it leaves the nearest whole number
+    const double k = (x * 0x1.45f306dc9c883p-1 + magic) - magic;
+    const double r = ((x - k * 0x1.921fb54000000p+0) - k * 0x1.10b4611800000p-30) - k * 0x1.313198a2e0370p-61;
+    const double z = r * r;
+    const double s =
+        r + r * z * (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880 + z * (-1.0 / 39916800 + z * (1.0 / 6227020800.0))))));
+    const double c = 1.0 + z * (-0.5 + z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 + z * (-1.0 / 3628800 + z * (1.0 / 479001600.0))))));
+    const long long quarter = (long long)k;
+    const double a = quarter & 1 ? c : s, b = quarter & 1 ? s : c;
+    *sine = (float)(quarter & 2 ? -a : a);
+    *cosine = (float)((quarter + 1) & 2 ? -b : b);
+}
+
+// rope_table. p: positions, inv_freq, out [T][2][half]: cosines, sines. n: rows kind, half.
+static void rope_table(const Op &op, const Run &run, const Part &part) {
+    const int32_t *positions = (const int32_t *)op.p[0];
+    const float *inv_freq = (const float *)op.p[1];
+    const int64_t half = op.n[1];
+    int64_t from, to;
+    share(part.rows, part.thread, run.threads, &from, &to);
+    for (int64_t t = from; t < to; t++) {
+        float *out = (float *)op.p[2] + t * 2 * half;
+        for (int64_t i = 0; i < half; i++) sin_cos((float)positions[t] * inv_freq[i], out + half + i, out + i);
+    }
+}
+
+FN void rotate(const float *__restrict x, const float *__restrict table, int64_t half, float *__restrict y) {
+    for (int64_t i = 0; i < half; i++) {
+        const float c = table[i], s = table[half + i], low = x[i], high = x[half + i];
+        y[i] = low * c - high * s;
+        y[half + i] = high * c + low * s;
+    }
+}
+
+template <class E> FN int64_t k_at(int64_t d, int64_t token) {
+    return sizeof(E) == 2 ? (d / 2 * LANES + token) * 2 + d % 2 : d * LANES + token;
+}
+template <class E> FN int64_t v_at(int64_t d, int64_t token) {
+    return d / LANES * (TOKENS * LANES) + (sizeof(E) == 2 ? (token / 2 * LANES + d % LANES) * 2 + token % 2 : token * LANES + d % LANES);
+}
+
+// rope_store. p: qkv [T][ld], table, q out, positions' kv_slots. n: rows kind, ld of qkv, ld of q, H, G, D, Dp, offset of
+// the layer in a block (elements).
+template <class E> static void rope_store(const Op &op, const Run &run, const Part &part) {
+    const float *qkv = (const float *)op.p[0], *table = (const float *)op.p[1];
+    E *q = (E *)op.p[2];
+    const int32_t *slots = (const int32_t *)op.p[3];
+    const int64_t ld = op.n[1], ldq = op.n[2], heads = op.n[3], groups = op.n[4], d = op.n[5], dp = op.n[6], half = d / 2;
+    const int64_t per = heads / groups;
+    float y[MAX_HEAD_DIM];
+    int64_t from, to;
+    share((int64_t)part.rows * groups, part.thread, run.threads, &from, &to);
+    for (int64_t i = from; i < to; i++) {
+        const int64_t t = i / groups, g = i % groups;
+        const float *row = qkv + t * ld, *angle = table + t * d;
+        for (int64_t h = g * per; h < (g + 1) * per; h++) {
+            rotate(row + h * d, angle, half, y);
+            for (int64_t c = 0; c < d; c++) put_act(q + t * ldq + h * d + c, y[c]);
+        }
+        if (g == groups - 1)
+            for (int64_t c = heads * d; c < ldq; c++) q[t * ldq + c] = 0;
+        const int64_t token = slots[t] % TOKENS;
+        E *k = (E *)(run.kv + (size_t)(slots[t] / TOKENS) * run.block_bytes) + op.n[7] + g * 2 * dp * TOKENS;
+        E *v = k + dp * TOKENS;
+        rotate(row + (heads + g) * d, angle, half, y);
+        const float *value = row + (heads + groups + g) * d;
+        for (int64_t c = 0; c < d; c++) put_act(k + k_at<E>(c, token), y[c]), put_act(v + v_at<E>(c, token), value[c]);
+        for (int64_t c = d; c < dp; c++) k[k_at<E>(c, token)] = 0, v[v_at<E>(c, token)] = 0;
+        if (run.zero_tail[t])  // what a former owner left would meet probability 0, and 0 · NaN is NaN
+            for (int64_t c = 0; c < dp; c++)
+                for (int64_t rest = token + 1; rest < TOKENS; rest++) v[v_at<E>(c, rest)] = 0;
+    }
+}

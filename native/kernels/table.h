@@ -1,0 +1,41 @@
+// The kernels of one instruction set, gathered in a table. Included by the arch files inside their own namespace.
+#pragma once
+
+static void embed_any(const Op &op, const Run &run, const Part &part) {
+    op.flags &FLAG_F32 ? embed<float>(op, run, part, run.threads) : embed<bf16>(op, run, part, run.threads);
+}
+static void norm_any(const Op &op, const Run &run, const Part &part) {
+    if ((op.flags & FLAG_FUSED) && part.rows <= FUSED_ROWS) return;
+    op.flags &FLAG_F32 ? norm<float>(op, run, part, run.threads) : norm<bf16>(op, run, part, run.threads);
+}
+static void linear_any(const Op &op, const Run &run, const Part &part) { op.flags &FLAG_F32 ? linear<float>(op, run, part) : linear<bf16>(op, run, part); }
+static void rope_store_any(const Op &op, const Run &run, const Part &part) {
+    op.flags &FLAG_F32 ? rope_store<float>(op, run, part) : rope_store<bf16>(op, run, part);
+}
+static void attention_any(const Op &op, const Run &run, const Part &part) {
+    op.flags &FLAG_F32 ? attention<float>(op, run, part) : attention<bf16>(op, run, part);
+}
+
+#ifdef OCTAVO_AMX
+static void enter() { configure(false); }
+static void leave() { tile_release(); }
+#else
+static void enter() {}
+static void leave() {}
+#endif
+
+static constexpr Kernels make(const char *name) {
+    return {name,
+            enter,
+            leave,
+            {embed_any, norm_any, linear_any, rope_table, rope_store_any, attention_any, take_rows, op_sample},
+            pack_panel,
+            row_max,
+            row_sum_exp,
+            row_count_above,
+            row_first_equal,
+            row_edit,
+            row_weights,
+            row_sum,
+            exp_test};
+}

@@ -1,0 +1,64 @@
+// AMX matrix units, as assembly with a full memory clobber: gcc 12's intrinsics lack it, and then the compiler may move
+// the writing of operands past their use. One TDPBF16PS is one group of the product contract (kernels/product.h).
+#pragma once
+
+constexpr int64_t TILE_CHUNK = 512;  // rows that pass by a pair of panels; their inputs have to stay in the second cache
+
+struct __attribute__((aligned(64))) TileConfig {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];  // of a row
+    uint8_t rows[16];
+};
+FN void tile_config(const TileConfig *c) { asm volatile("ldtilecfg %0" ::"m"(*c) : "memory"); }
+FN void tile_release() { asm volatile("tilerelease" ::: "memory"); }
+#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::: "memory")
+#define TILE_LOAD(t, p, bytes) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(p)), "r"((int64_t)(bytes)) : "memory")
+#define TILE_STORE(t, p, bytes) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(p)), "r"((int64_t)(bytes)) : "memory")
+#define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
+
+// For linear: 0-3 accumulators, 4-5 rows of a, 6-7 panels, all of 16 rows × 64 bytes.
+// For attention: 0-3 accumulators, 4 rows of a (32 products), 5 rows of a (16 products), 6 panel of 32, 7 panel of 16.
+static void configure(bool attention) {
+    TileConfig c = {};
+    c.palette = 1;
+    for (int t = 0; t < 8; t++) c.bytes[t] = 64, c.rows[t] = 16;
+    if (attention) c.bytes[5] = 32, c.rows[7] = 8;
+    tile_config(&c);
+}
+
+static void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, float *acc) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    const bf16 *low = a + 16 * kp, *w1 = w + stride;
+    for (int64_t k = 0; k < kp; k += KBLOCK) {
+        TILE_LOAD(4, a + k, kp * 2);
+        TILE_LOAD(6, w + k * LANES, 64);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(7, w1 + k * LANES, 64);
+        TILE_DOT(1, 4, 7);
+        TILE_LOAD(5, low + k, kp * 2);
+        TILE_DOT(2, 5, 6);
+        TILE_DOT(3, 5, 7);
+    }
+    TILE_STORE(0, acc, 64);
+    TILE_STORE(2, acc + 16 * LANES, 64);
+    TILE_STORE(1, acc + 32 * LANES, 64);
+    TILE_STORE(3, acc + 48 * LANES, 64);
+}
+
+static void tiles_1x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, float *acc) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    const bf16 *w1 = w + stride;
+    for (int64_t k = 0; k < kp; k += KBLOCK) {
+        TILE_LOAD(4, a + k, kp * 2);
+        TILE_LOAD(6, w + k * LANES, 64);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(7, w1 + k * LANES, 64);
+        TILE_DOT(1, 4, 7);
+    }
+    TILE_STORE(0, acc, 64);
+    TILE_STORE(1, acc + 32 * LANES, 64);
+}

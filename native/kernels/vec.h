@@ -1,0 +1,121 @@
+// The vector types that kernels are written in. F, I, U have 16 lanes on every machine: the compiler maps them to
+// one, two or four registers, and the bits of IEEE add, multiply, divide and square root are the same on all.
+// NF, NU are one register of this machine; only the product kernel uses them.
+#pragma once
+
+#if defined(__AVX512F__)
+#define OCTAVO_WIDTH 16
+#elif defined(__AVX2__)
+#define OCTAVO_WIDTH 8
+#else
+#define OCTAVO_WIDTH 4
+#endif
+#define FN static inline __attribute__((always_inline))
+
+typedef float F __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint32_t U __attribute__((vector_size(64)));
+typedef uint16_t H __attribute__((vector_size(32)));
+typedef float NF __attribute__((vector_size(OCTAVO_WIDTH * 4)));
+typedef uint32_t NU __attribute__((vector_size(OCTAVO_WIDTH * 4)));
+constexpr int NV = LANES / OCTAVO_WIDTH;  // registers of a panel row
+
+typedef uint16_t bf16;  // the upper half of a float32
+
+template <class V> FN V load(const void *p) {
+    V v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return v;
+}
+template <class V> FN void store(void *p, V v) { __builtin_memcpy(p, &v, sizeof v); }
+FN F splat(float x) { return x - F{}; }
+FN I isplat(int32_t x) { return x - I{}; }
+FN U usplat(uint32_t x) { return x - U{}; }
+FN NF nsplat(float x) { return x - NF{}; }
+FN F bits_to_f(U u) { return (F)u; }
+FN U f_to_bits(F f) { return (U)f; }
+FN float as_float(uint32_t u) {
+    float f;
+    __builtin_memcpy(&f, &u, 4);
+    return f;
+}
+FN uint32_t as_bits(float f) {
+    uint32_t u;
+    __builtin_memcpy(&u, &f, 4);
+    return u;
+}
+constexpr float INF = __builtin_inff();
+
+// Sum of the 16 lanes in index order: the one way reductions end.
+FN float sum_lanes(F v) {
+    float s = v[0];
+    for (int i = 1; i < LANES; i++) s += v[i];
+    return s;
+}
+FN F max_keep(F best, F x) { return x > best ? x : best; }  // NaN in x never wins
+FN float max_lanes(F v) {
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// float32 → bfloat16, to nearest even, still in float32's place. Magnitudes below 2^-60 become +0: then no product
+// of two operands underflows, and a fused multiply-add equals multiply and add. NaN becomes the quiet NaN.
+FN U round_bits(F x) {
+    U u = f_to_bits(x);
+    U r = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+    U mag = u & 0x7fffffffu;
+    r = (U)((I)(r & 0x7fffffffu) >= isplat(0x21800000) ? (I)r : I{});
+    return (U)((I)mag > isplat(0x7f800000) ? isplat(0x7fc00000) : (I)r);
+}
+FN uint32_t round_bits1(uint32_t u) {
+    uint32_t mag = u & 0x7fffffffu;
+    if (mag > 0x7f800000u) return 0x7fc00000u;
+    uint32_t r = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+    return (r & 0x7fffffffu) >= 0x21800000u ? r : 0u;
+}
+
+// Reading and writing act values, and rounding to act, for E = bf16 or float.
+FN F load_act(const bf16 *p) { return bits_to_f(__builtin_convertvector(load<H>(p), U) << 16); }
+FN F load_act(const float *p) { return load<F>(p); }
+FN void store_act(bf16 *p, F x) { store<H>(p, __builtin_convertvector(round_bits(x) >> 16, H)); }
+FN void store_act(float *p, F x) { store<F>(p, x); }
+FN float get_act(bf16 x) { return as_float((uint32_t)x << 16); }
+FN float get_act(float x) { return x; }
+FN void put_act(bf16 *p, float x) { *p = (bf16)(round_bits1(as_bits(x)) >> 16); }
+FN void put_act(float *p, float x) { *p = x; }
+template <class E> FN F round_act(F x) {
+    if constexpr (sizeof(E) == 2) return bits_to_f(round_bits(x));
+    return x;
+}
+
+// exp by n·ln2 + r and a polynomial of degree 7 in r. exp(0) is 1; below -87.33 it is 0, above 88.72 infinity; NaN stays.
+FN F exp16(F x) {
+    F y = x < splat(-88.0f) ? splat(-88.0f) : x;
+    y = y > splat(89.0f) ? splat(89.0f) : y;
+    F t = y * 1.44269504f + 12582912.0f;  // the sum's last bits are the nearest whole number
+    I n = (I)f_to_bits(t) - 0x4b400000;
+    F k = t - 12582912.0f;
+    F r = y - k * 0.693359375f;  // ln2 in two parts; the first has 10 bits, so the product is exact
+    r = r - k * -2.12194440e-4f;
+    F q = r * 1.98412698e-4f + 1.38888889e-3f;
+    q = q * r + 8.33333333e-3f;
+    q = q * r + 4.16666667e-2f;
+    q = q * r + 1.66666667e-1f;
+    q = q * r + 0.5f;
+    F p = (r * r) * q + r;
+    p = p + 1.0f;
+    I half = n >> 1;  // two factors: 2^128 alone would overflow
+    p = p * (F)((half + 127) << 23);
+    p = p * (F)((n - half + 127) << 23);
+    p = x < splat(-87.33654f) ? F{} : p;
+    return x > splat(88.72283f) ? splat(INF) : p;
+}
+
+// Next task of an op that hands them out one by one.
+FN int32_t next_task(int32_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+// This thread's share of n things, in one piece.
+FN void share(int64_t n, int32_t thread, int32_t threads, int64_t *from, int64_t *to) {
+    *from = n * thread / threads;
+    *to = n * (thread + 1) / threads;
+}

@@ -1,0 +1,158 @@
+#include "program.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace octavo {
+namespace {
+
+size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
+    size_t most = 0;
+    for (const Op &op : ops) {
+        size_t bytes = 0;
+        if (op.code == OP_LINEAR) bytes = (size_t)op.n[1] * EXPAND_ROWS * 4;
+        if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6);
+        if (op.code == OP_SAMPLE) bytes = sample_scratch(vocab);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
+std::string at(const char *what, int64_t index, int64_t value, int64_t limit) {
+    return std::string(what) + "[" + std::to_string(index) + "] is " + std::to_string(value) + ", outside 0 … " + std::to_string(limit - 1);
+}
+
+std::string span(const char *what, const int32_t *values, int64_t n, int64_t limit) {
+    for (int64_t i = 0; i < n; i++)
+        if ((uint32_t)values[i] >= (uint64_t)limit) return at(what, i, values[i], limit);
+    return "";
+}
+
+}  // namespace
+
+Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64_t *slots, std::vector<Op> forward, std::vector<Op> sample)
+    : pool_(pool), bounds_(b), run_{}, segments_{std::move(forward), std::move(sample)} {
+    static_assert(sizeof(Step) == 17 * 8 && sizeof(Slots) == 14 * 8);
+    memcpy(&run_.step, step, sizeof run_.step);
+    memcpy(&run_.slots, slots, sizeof run_.slots);
+    for (const auto &ops : segments_)
+        for (const Op &op : ops)
+            if (op.code < 0 || op.code >= OP_COUNT || op.n[0] < ROWS_T || op.n[0] > ROWS_TILE) throw std::invalid_argument("a recorded op has an unknown code");
+    run_.k = pool->kernels();
+    run_.threads = pool->threads();
+    run_.cap_t = (int32_t)b.cap_t, run_.cap_s = (int32_t)b.cap_s, run_.cap_r = (int32_t)b.cap_r;
+    run_.vocab = (int32_t)b.vocab, run_.num_blocks = (int32_t)b.num_blocks;
+    run_.table_stride = (int32_t)b.table_stride, run_.top_stride = (int32_t)b.top_stride;
+    run_.kv = (char *)b.kv, run_.block_bytes = (size_t)b.block_bytes;
+    tiles_.resize((size_t)(b.cap_t * b.group / QROWS + b.cap_s + 1));
+    zero_tail_.resize((size_t)b.cap_t);
+    const int64_t tiles = b.cap_r / SAMPLE_ROWS + 1;
+    counters_.resize(segments_[0].size() + segments_[1].size() * (size_t)tiles);
+    const size_t a = scratch_of(segments_[0], b.vocab), c = scratch_of(segments_[1], b.vocab);
+    const size_t each = (size_t)pad((int64_t)(a > c ? a : c) + 64, 4096);
+    scratch_bytes_ = each * (size_t)run_.threads;
+    scratch_ = (char *)std::aligned_alloc(4096, scratch_bytes_);
+    if (!scratch_) throw std::bad_alloc();
+    for (int t = 0; t < run_.threads; t++) scratch_of_.push_back(scratch_ + each * (size_t)t);
+    run_.scratch = scratch_of_.data();
+}
+
+Program::~Program() { std::free(scratch_); }
+
+// What would make a kernel read or write outside its buffers. The runner guarantees all of it; this keeps a mistake
+// there from becoming a corrupted heap.
+std::string Program::check() const {
+    const Step &s = run_.step;
+    const Bounds &b = bounds_;
+    const int64_t T = run_.T, S = run_.S, R = run_.R;
+    if (T < 0 || T > b.cap_t || S < 0 || S > b.cap_s || R < 0 || R > b.cap_r)
+        return "header [T, S, R] is [" + std::to_string(T) + ", " + std::to_string(S) + ", " + std::to_string(R) + "], capacities are [" +
+               std::to_string(b.cap_t) + ", " + std::to_string(b.cap_s) + ", " + std::to_string(b.cap_r) + "]";
+    std::string wrong;
+    if (segment_ == 1) {
+        if (!(wrong = span("row_slot", s.row_slot, R, b.cap_s)).empty()) return wrong;
+        for (int64_t i = 0; i < R; i++)
+            if (s.row_target[i] >= b.vocab) return at("row_target", i, s.row_target[i], b.vocab);
+        return "";
+    }
+    if (!(wrong = span("tokens", s.tokens, T, b.vocab)).empty()) return wrong;
+    if (!(wrong = span("rows", s.rows, R, T)).empty()) return wrong;
+    if (!b.group) return "";
+    if (!(wrong = span("kv_slots", s.kv_slots, T, b.num_blocks * TOKENS)).empty()) return wrong;
+    if (!(wrong = span("positions", s.positions, T, b.table_stride * TOKENS)).empty()) return wrong;
+    if (!(wrong = span("seq_slot", s.seq_slot, S, b.cap_s)).empty()) return wrong;
+    if (S > 0 && s.q_start[0] != 0) return at("q_start", 0, s.q_start[0], 1);
+    if (S > 0 ? s.q_start[S] != T : T != 0) return "q_start[S] is not T: some tokens belong to no sequence";
+    for (int64_t i = 0; i < S; i++) {
+        if (s.q_start[i + 1] < s.q_start[i] || s.q_start[i + 1] > T) return at("q_start", i + 1, s.q_start[i + 1], T + 1);
+        if (s.q_start[i + 1] == s.q_start[i]) continue;
+        const int64_t blocks = s.positions[s.q_start[i + 1] - 1] / TOKENS + 1;
+        if (!(wrong = span("block_table", run_.slots.block_table + s.seq_slot[i] * b.table_stride, blocks, b.num_blocks)).empty()) return wrong;
+    }
+    return "";
+}
+
+// Cuts the attention work into tiles, and marks the tokens behind which a fresh block's V must be cleared.
+void Program::plan_attention() {
+    const Step &s = run_.step;
+    run_.num_tiles = 0;
+    memset(zero_tail_.data(), 0, (size_t)run_.T);
+    for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
+        const int32_t first = s.q_start[i], end = s.q_start[i + 1];
+        for (int64_t row = 0; row < (end - first) * bounds_.group; row += QROWS) tiles_[(size_t)run_.num_tiles++] = {i, (int32_t)row};
+        if (end > first && end - 1 - s.kv_slots[end - 1] % TOKENS >= first) zero_tail_[(size_t)end - 1] = 1;
+    }
+    run_.tiles = tiles_.data();
+    run_.zero_tail = zero_tail_.data();
+}
+
+std::string Program::run(int segment) {
+    const int32_t *header = run_.step.header;
+    run_.T = header[0], run_.S = header[1], run_.R = header[2];
+    segment_ = segment;
+    std::string wrong = check();
+    if (!wrong.empty()) return wrong;
+    if (segment == 0) plan_attention();
+    memset(counters_.data(), 0, counters_.size() * sizeof(Counter));
+    pool_->run(job, this);
+    return "";
+}
+
+void Program::job(void *self, int thread) {
+    Program *p = (Program *)self;
+    p->run_.k->enter();
+    p->segment_ == 0 ? p->forward(thread) : p->sample(thread);
+    p->run_.k->leave();
+}
+
+void Program::forward(int thread) {
+    Barrier &barrier = pool_->barrier();
+    const std::vector<Op> &ops = segments_[0];
+    for (size_t i = 0; i < ops.size(); i++) {
+        const Op &op = ops[i];
+        const int32_t n = rows(op);
+        if (n == 0) continue;
+        if (op.code == OP_NORM && (op.flags & FLAG_FUSED) && n <= FUSED_ROWS) continue;
+        run_.k->op[op.code](op, run_, {thread, 0, n, &counters_[i].value});
+        barrier.wait();
+    }
+}
+
+// Head and sampler, a tile of rows at a time: the logits of one tile are all that is ever held.
+void Program::sample(int thread) {
+    Barrier &barrier = pool_->barrier();
+    size_t counter = 0;
+    for (int32_t row0 = 0; row0 < run_.R; row0 += SAMPLE_ROWS) {
+        const int32_t n = run_.R - row0 < SAMPLE_ROWS ? run_.R - row0 : SAMPLE_ROWS;
+        for (const Op &recorded : segments_[1]) {
+            Op op = recorded;
+            if (op.code == OP_LINEAR) op.p[0] += (uint64_t)row0 * (uint64_t)op.n[1] * (op.flags & FLAG_F32 ? 4 : 2);
+            run_.k->op[op.code](op, run_, {thread, row0, n, &counters_[counter++].value});
+            barrier.wait();
+        }
+    }
+}
+
+}  // namespace octavo
