@@ -203,15 +203,20 @@ def _from_hub(repo: str, revision: str | None, progress: Progress | None, file: 
     except errors.HFValidationError as error:
         raise CheckpointError(f"{repo!r} is no Hub id: {error}", "model") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hub cannot be reached"
+        cause = error.__cause__ or error
+        offline = "HF_HUB_OFFLINE is set" if isinstance(cause, errors.OfflineModeIsEnabled) else f"the Hub does not answer ({_first_line(cause)})"
         raise CheckpointError(
             f"{repo}{version} is no directory here, it is not (wholly) in the Hub's cache, and {offline}. Go online once, point HF_HOME to "
             "a cache that has it, or give a local directory or .gguf file",
             "model",
         ) from error
     except Exception as error:  # whatever the Hub client's network library throws; the cause stays attached
-        raise CheckpointError(f"{repo}{version} could not be fetched from the Hub: {type(error).__name__}: {error}", "model") from error
+        raise CheckpointError(f"{repo}{version} could not be fetched from the Hub: {_first_line(error)}", "model") from error
     return _checked_snapshot(directory, repo + version, file)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _checked_snapshot(directory: Path, repo: str, file: str | None) -> Path:
