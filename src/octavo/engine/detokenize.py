@@ -211,9 +211,10 @@ class IncrementalDetokenizer:
 def _open_character(tail: bytes) -> bytes:
     """The bytes at the end of ``tail`` that begin a character and do not finish it."""
     for size in range(1, len(tail) + 1):
-        if tail[-size] >= 0xC2:  # a lead byte; what follows it decides
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            return tail[-size:] if not decoder.decode(tail[-size:]) else b""
+        last = tail[-size:]
+        if last[0] >= 0xC2:  # a lead byte; what follows it decides (b"\xed\xa0" begins nothing and is two errors)
+            held = not codecs.getincrementaldecoder("utf-8")("replace").decode(last)
+            return last if held and len(last.decode("utf-8", "replace")) == 1 else b""
     return b""
 
 

@@ -138,9 +138,9 @@ def _sentencepiece(
 def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
     """Ranked merges that join what SentencePiece joins: it has no merges and takes the neighbours whose union scores best.
 
-    Every cut of a token into two tokens is a merge, ranked by the token's score. Between equal unions SentencePiece
-    takes the leftmost, a ranked list the better rank. They can only disagree in x·y·z with xy = yz, where y is both
-    the right part of one cut and the left part of the other: the cut with x on the left is then ranked first.
+    Every cut of a token into two tokens is a merge, ranked by the token's score; equal scores (a trained vocabulary has
+    none) go by id. Only normal tokens take part. The order among the cuts of one token makes no difference: where two
+    of them overlap in a text, better unions have used up the pieces before (the tests compare with brute force).
     Source: Kudo & Richardson 2018; Sennrich et al. 2016.
     """
     normal = [i for i, kind in enumerate(kinds) if kind == Kind.NORMAL]
@@ -148,31 +148,8 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float], kinds: Se
     merges: list[tuple[str, str]] = []
     for i in sorted(normal, key=lambda i: (-scores[i], i)):
         piece = tokens[i]
-        size = len(piece)
-        cuts = [at for at in range(1, size) if piece[:at] in known and piece[at:] in known]
-        if len(cuts) > 1:
-            cuts = _leftmost_first(piece, cuts)
-        merges += [(piece[:at], piece[at:]) for at in cuts]
+        merges += [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in known and piece[at:] in known]
     return merges
-
-
-def _leftmost_first(piece: str, cuts: list[int]) -> list[int]:
-    """Order the cuts so that of two cuts at i and size - i the one whose right part begins the piece comes first."""
-    size = len(piece)
-    inside = set(cuts)
-    ordered: list[int] = []
-    done: set[int] = set()
-    for at in reversed(cuts):  # a long left part first: runs (aa·a) leave their single one at the right end
-        if at in done:
-            continue
-        other = size - at
-        if other != at and other in inside and piece.startswith(piece[other:]) and not piece.startswith(piece[at:]):
-            ordered += [other, at]
-            done |= {other, at}
-        else:
-            ordered.append(at)
-            done.add(at)
-    return ordered
 
 
 def _add(backend: "Backend", tokens: list[str], special: list[int], defined: list[int]) -> None:
