@@ -24,8 +24,8 @@ class Letters:
         return out
 
 
-def make(tokenizer: Any = Letters(), **kw: Any) -> Inputs:
-    return Inputs(**{"tokenizer": tokenizer, "vocab": VOCAB, "max_model_len": 10, "max_logprobs": 5, "eos_ids": [48, 49], "seed": 3, **kw})
+def make(**kw: Any) -> Inputs:
+    return Inputs(**{"tokenizer": Letters(), "vocab": VOCAB, "max_model_len": 10, "max_logprobs": 5, "eos_ids": [48, 49], "seed": 3, **kw})
 
 
 @pytest.mark.parametrize(("given", "want"), [

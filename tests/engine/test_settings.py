@@ -11,7 +11,8 @@ def test_defaults() -> None:
     config = make_config("m")
     assert (config.model.model, config.model.dtype, config.model.max_model_len, config.model.generation_config) == ("m", "auto", None, True)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.scheduler.policy) == (256, 512, "fcfs")
-    assert (config.kv.block_size, config.kv.num_kv_blocks, config.kv.kv_cache_memory_bytes, config.kv.enable_prefix_caching) == (16, None, None, False)
+    kv = config.kv
+    assert (kv.block_size, kv.num_kv_blocks, kv.kv_cache_memory_bytes, kv.enable_prefix_caching) == (16, None, None, False)
     assert (config.runner.backend, config.runner.num_threads, config.runner.max_logprobs, config.runner.seed) == ("native", None, 20, 0)
     assert make_config(Path("a") / "b").model.model == "a/b"
 
@@ -49,7 +50,8 @@ def test_only_one_pool_size() -> None:
 
 
 @pytest.mark.parametrize(("given", "want"), [
-    (None, None), ("auto", None), (-1, None), (4096, 4096), ("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), (" 2K ", 2048), ("1M", 2**20),
+    (None, None), ("auto", None), (-1, None), (4096, 4096), ("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), (" 2K ", 2048),
+    ("1M", 2**20),
 ])
 def test_context_length(given: Any, want: int | None) -> None:
     assert context_length(given) == want

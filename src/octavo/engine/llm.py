@@ -241,15 +241,17 @@ class Stream(Iterator[RequestOutput]):
 
     def __next__(self) -> RequestOutput:
         """The next news; steps the engine until there are some."""
-        while (news := self._answer.news()) is None:
-            if self._answer.finished or self._closed:
-                raise StopIteration
+        while not self._closed:
+            if (news := self._answer.news()) is not None:
+                return news
+            if self._answer.finished:
+                break
             try:
                 self._driver.step()
             except BaseException:
                 self.close()
                 raise
-        return news
+        raise StopIteration
 
     def close(self) -> None:
         """Abort what is unfinished."""
