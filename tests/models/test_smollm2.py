@@ -10,8 +10,14 @@ from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.loader import to_halves
 
 torch = pytest.importorskip("torch")
-PROMPT = [1, 4093, 198, 3725, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]  # any ids: what counts is that both see the same
-CHUNKS = [5, 1, 10]
+PROMPT = [  # "The capital of France is Paris, and the capital of Germany is Berlin. Once upon a time …"
+    504, 3575, 282, 4649, 314, 7042, 28, 284, 260, 3575, 282, 4521, 314, 11452, 30, 4027, 1980, 253, 655, 665, 436, 253, 1838, 8180, 617, 4161,
+    281, 253, 6560, 2141, 260, 3150, 30, 24092, 1041, 3514, 578, 28, 1041, 17494, 253, 2382, 13948, 40362, 28, 588, 2573, 281, 260, 6560, 1217,
+    874, 8728, 3950, 44453, 29057, 30, 1963, 5738, 28, 1041, 3413, 874, 3379, 585, 1041, 856, 685, 288, 3048, 874, 20790, 28, 347, 357, 761, 719,
+    1243, 88, 552, 1675, 502, 761, 2269, 971, 550, 30,
+]
+CHUNKS = [5, 1, 60, 21]
+PARIS, BERLIN = 7042, 11452
 
 
 def oracle(path: str) -> np.ndarray:
@@ -58,7 +64,7 @@ def want(smollm2: str) -> np.ndarray:
 def test_float32_agrees(smollm2: str, want: np.ndarray, provider: str) -> None:
     got = run(smollm2, provider, "float32")
     np.testing.assert_allclose(got, want, atol=1e-3)
-    assert (got.argmax(-1) == want.argmax(-1)).all()
+    assert got[4].argmax() == PARIS and got[12].argmax() == BERLIN  # it is a language model, and not both are wrong alike
 
 
 @pytest.mark.model
@@ -73,7 +79,7 @@ def run(path: str, provider: str, dtype: str) -> np.ndarray:
     made = PROVIDERS[provider](dtype)
     with open_checkpoint(path) as checkpoint:
         model = registry.load(checkpoint, made, dtype)
-    bench = Bench(made, model, dtype=dtype, max_tokens=32, num_blocks=8, alternatives=model.spec.vocab)
+    bench = Bench(made, model, dtype=dtype, max_tokens=64, num_blocks=8, alternatives=model.spec.vocab)
     return bench.logprobs(0, PROMPT, CHUNKS)
 
 
