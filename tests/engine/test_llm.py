@@ -453,6 +453,19 @@ def test_a_broken_step_is_worker_died(folder: str) -> None:
     llm.shutdown()
 
 
+def test_shutdown_gives_everything_back(folder: str) -> None:
+    import gc
+    import weakref
+
+    for backend in ("torch", "native") if native_is_here() else ("torch",):
+        llm = make(folder, backend)
+        run(llm, PROMPTS, GREEDY)
+        program, store = (weakref.ref(getattr(llm._engine.core._executor, name)) for name in ("_program", "_kv"))
+        llm.shutdown()
+        gc.collect()
+        assert program() is None and store() is None and llm is not None
+
+
 def test_shutdown(folder: str) -> None:
     with make(folder, "torch") as llm:
         stream = llm.stream({"prompt_token_ids": PROMPTS[0]}, GREEDY)

@@ -78,8 +78,8 @@ def build(config: Config, report: Report) -> Engine:
     kv = KvManager(_blocks(final), final.kv.block_size, make_prefix_index(final.kv.enable_prefix_caching))
     core = EngineCore(Scheduler(final.scheduler, kv), runner)
     ledger = Ledger(
-        weights=spec.num_params * DTYPE_BYTES[dtype], kv=_blocks(final) * kv_spec.bytes_per_block,
-        activations=activation_bytes(spec, final) + runner.batch.num_bytes, available=available,
+        weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
+        activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
     )
     more = "; dtype=float32 keeps more of it" if dtype == "bfloat16" and stored[0] in ("F16", "F32") else ""
     report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
@@ -237,8 +237,8 @@ def _blocks(config: Config) -> int:
 def _summary(config: Config, spec: ModelSpec, kv_spec: KvSpec, provider: Any) -> Iterator[str]:
     """The facts of a start, one line each."""
     tokens, context = _blocks(config) * config.kv.block_size, config.scheduler.max_model_len
-    describe = getattr(provider, "describe", None)
-    yield f"backend {config.runner.backend}" + (f": {describe()}" if describe is not None else "")
+    native = f": instruction set {provider.isa}, threads {provider.num_threads}" if hasattr(provider, "isa") else ""
+    yield f"backend {config.runner.backend}{native}"
     yield f"settings {config}"
     yield (f"KV pool of {_blocks(config)} blocks: {tokens} tokens at {size(kv_spec.bytes_per_token)} each, "
            f"{tokens / context:.1f} requests of full length at once")

@@ -24,6 +24,11 @@ class Runner:
         self._kv = kv
         self._program: Program | None = bind(self.batch, self.slots)
 
+    @property
+    def program_bytes(self) -> int | None:
+        """What the program's buffers take; None where the backend does not count them."""
+        return getattr(self._program, "activation_bytes", None)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step.
 
