@@ -51,14 +51,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         name: str | None = None,
+        variables: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
         """The text of a conversation, as transformers renders it.
 
         Message content is text or a list of ``{"type": "text", "text": …}``; lists are joined by newlines for templates
         that know only text. ``continue_final_message`` leaves the last message open for the model to go on with.
-        ``name`` picks one of several templates (by default "tool_use" when there are tools). More keywords are handed
-        to the template and win over bos_token, eos_token ….
+        ``name`` picks one of several templates (by default "tool_use" when there are tools). ``variables`` (a request's
+        chat_template_kwargs) and further keywords are handed to the template and win over bos_token, eos_token ….
 
         Raises: InvalidRequest when messages are malformed, the template refuses them or the model has no template;
         UnsupportedError when the template itself is broken.
@@ -68,8 +69,9 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt exclude each other: one goes on with a message, the other begins one",
                 "continue_final_message",
             )
-        if clash := sorted(_RESERVED & kwargs.keys()):
-            raise InvalidRequest(f"chat template arguments must not be named {clash[0]!r}", "chat_template_kwargs")
+        variables = {**(variables or {}), **kwargs}
+        if clash := sorted(_RESERVED & variables.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not hold {clash[0]!r}: that is set by the request itself", "chat_template_kwargs")
         template = self._pick(name, bool(tools))
         chat = _checked(messages, template.wants_parts)
         _check_dicts(tools, "tools")
@@ -78,7 +80,7 @@ class ChatTemplate:
         text = template.render(
             {
                 **self._special_tokens,
-                **kwargs,
+                **variables,
                 "messages": chat,
                 "tools": copy.deepcopy(tools),
                 "documents": copy.deepcopy(documents),

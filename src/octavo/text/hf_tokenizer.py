@@ -38,7 +38,7 @@ def from_directory(path: Path) -> Tokenizer:
     special_ids.update(i for text in named.values() if (i := backend.token_to_id(text)) is not None and i in added)
     pieces, strips = _decoding(backend, path)
     bos, eos = (backend.token_to_id(named[r]) if r in named else None for r in ("bos_token", "eos_token"))
-    prefix, suffix = _around(backend, config, bos, eos)
+    prefix, suffix = _around(backend)
     return Tokenizer(
         backend,
         pieces=pieces,
@@ -149,12 +149,11 @@ def _decoding(backend: "Backend", path: Path) -> tuple[Pieces, bool]:
     return Pieces.SENTENCEPIECE, strips
 
 
-def _around(backend: "Backend", config: dict[str, Any], bos: int | None, eos: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What goes before and after a text: add_bos_token and add_eos_token where the config has them, else the template's."""
-    if "add_bos_token" in config or "add_eos_token" in config:
-        before = (bos,) if config.get("add_bos_token") and bos is not None else ()
-        after = (eos,) if config.get("add_eos_token") and eos is not None else ()
-        return before, after
+def _around(backend: "Backend") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What goes before and after a text, by tokenizer.json's post-processor.
+
+    tokenizer_config.json's add_bos_token and add_eos_token are for files without one; transformers 5 ignores them too.
+    """
     inner = backend.encode("a", add_special_tokens=False).ids
     outer = backend.encode("a", add_special_tokens=True).ids
     for at in range(len(outer) - len(inner) + 1):

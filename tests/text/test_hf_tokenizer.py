@@ -1,0 +1,191 @@
+"""Tokenizers from Hugging Face directories, against transformers' reading of the same files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from octavo.errors import CheckpointError, UnsupportedError
+from octavo.text.gguf_tokenizer import Kind, merges_from_scores
+from octavo.text.tokenizer import load_tokenizer
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+TEXTS = json.loads((FIXTURES / "tiny_spm.json").read_text())["texts"]
+
+
+def _byte_backend() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("l", "l"), ("i", "n")]
+    vocab = {piece: i for i, piece in enumerate(alphabet + [a + b for a, b in merges])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<|im_start|>"])
+    backend.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("<mask>", lstrip=True, special=True)])
+    return backend
+
+
+def _spm_backend(style: str) -> Tokenizer:
+    data = json.loads((FIXTURES / "tiny_spm.json").read_text())["metadata"]
+    tokens, scores, kinds = (data[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))
+    backend = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges_from_scores(tokens, scores, kinds), unk_token="<unk>",
+                   fuse_unk=True, byte_fallback=True)
+    )  # fmt: skip
+    parts = [decoders.ByteFallback(), decoders.Fuse()]
+    if style == "legacy":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), *parts, decoders.Strip(" ", 1, 0)])
+    elif style == "metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), *parts, decoders.Strip(" ", 1, 0)])
+    else:  # gemma
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), *parts])
+    backend.add_special_tokens([t for t, k in zip(tokens, kinds) if k in (Kind.CONTROL, Kind.UNKNOWN)])
+    backend.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, kinds) if k == Kind.USER_DEFINED])
+    return backend
+
+
+def save(path: Path, backend: Tokenizer, config: dict | None = None, **files) -> Path:
+    backend.save(str(path / "tokenizer.json"))
+    if config is not None:
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        file = path / name.replace("__", ".")
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def _with_bos(backend: Tokenizer) -> Tokenizer:
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    return backend
+
+
+def _same_as_transformers(path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(str(path)), load_tokenizer(path)
+    assert ours.vocab_size == len(theirs)
+    assert ours.special_ids == set(theirs.all_special_ids) | {i for i, t in theirs.added_tokens_decoder.items() if t.special}
+    for text in [*TEXTS, "<s>the<|im_start|>user <mask>", "in <tool> e\u0301 1234567"]:
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"], text
+        if not text.startswith("<s>"):  # a second BOS is theirs alone
+            assert ours.encode(text) == theirs(text)["input_ids"], text
+        ids = theirs(text)["input_ids"]
+        for skip in (True, False):
+            expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids, skip) == expected, text
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_byte_level_directory(tmp_path, bos):
+    backend = _byte_backend()
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}, "tokenizer_class": "PreTrainedTokenizerFast"}
+    path = save(tmp_path, _with_bos(backend) if bos else backend, config)
+    _same_as_transformers(path)
+    ours = load_tokenizer(path)
+    assert (ours.bos_id, ours.eos_id) == (backend.token_to_id("<s>"), backend.token_to_id("</s>"))
+    assert ours.end_ids == (ours.eos_id,)
+    assert ours.encode("<s>the") == [ours.bos_id, *ours.encode("the", add_special_tokens=False)]
+    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("style", ["legacy", "metaspace", "gemma"])
+def test_sentencepiece_like_directory(tmp_path, style):
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    path = save(tmp_path, _with_bos(_spm_backend(style)), config)
+    _same_as_transformers(path)
+    assert load_tokenizer(path).strip_first_space is (style != "gemma")
+
+
+def test_the_template_wins_over_flags_of_the_config(tmp_path):
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False, "add_eos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}
+    path = save(tmp_path, _with_bos(_byte_backend()), config)
+    _same_as_transformers(path)
+    ours = load_tokenizer(path)
+    assert (ours.prefix, ours.suffix) == ((ours.bos_id,), ())
+
+
+def test_tokens_that_only_the_config_knows(tmp_path):
+    backend = _byte_backend()
+    size = backend.get_vocab_size()
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": {
+            str(size): {"content": "<new>", "special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False},
+            str(size + 1): {"content": "<plain>", "special": False, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False},
+        },
+    }
+    path = save(tmp_path, backend, config, special_tokens_map__json={"eos_token": {"content": "<new>"}, "bos_token": "<s>"})
+    ours = load_tokenizer(path)
+    assert ours.encode("a<new><plain>", False)[1:] == [size, size + 1]
+    assert ours.decode([size, size + 1]) == "<plain>"
+    assert (ours.eos_id, ours.vocab_size) == (size, size + 2)
+    config["added_tokens_decoder"] = {str(size + 7): config["added_tokens_decoder"][str(size)]}
+    save(path, backend, config)
+    with pytest.raises(CheckpointError, match=f"'<new>' the id {size + 7}, tokenizer.json leads to {size}"):
+        load_tokenizer(path)
+
+
+def test_truncation_and_padding_of_training_are_off(tmp_path):
+    backend = _byte_backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64, pad_token="<s>", pad_id=0)
+    assert len(load_tokenizer(save(tmp_path, backend)).encode("a b c d e f")) == 11
+
+
+def test_templates(tmp_path):
+    path = save(tmp_path, _byte_backend(), {})
+    assert load_tokenizer(path).chat_template is None
+    save(path, _byte_backend(), {"chat_template": "A"})
+    assert load_tokenizer(path).chat_template == "A"
+    save(path, _byte_backend(), {"chat_template": [{"name": "default", "template": "A"}, {"name": "rag", "template": "R"}]})
+    assert load_tokenizer(path).chat_template == {"default": "A", "rag": "R"}
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
+    assert load_tokenizer(path).chat_template == {"default": "J", "rag": "R"}
+    (path / "chat_template.jinja").write_text("ü")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    assert load_tokenizer(path).chat_template == {"default": "ü", "rag": "R", "tool_use": "T"}
+    save(path, _byte_backend(), {"chat_template": [{"name": "default"}]})
+    with pytest.raises(CheckpointError, match="chat_template must be text or a list"):
+        load_tokenizer(path)
+
+
+def test_what_is_missing_or_damaged_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="not a directory"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.model only"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
+    path = save(tmp_path, _byte_backend(), special_tokens_map__json="[1]")
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json must hold a JSON object"):
+        load_tokenizer(path)
+    (path / "special_tokens_map.json").write_text("{nonsense")
+    with pytest.raises(CheckpointError, match=r"special_tokens_map\.json is not valid JSON"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])])
+def test_an_unknown_decoder_is_refused(tmp_path, decoder):
+    backend = _byte_backend()
+    backend.decoder = decoder
+    with pytest.raises(UnsupportedError, match="ByteLevel"):
+        load_tokenizer(save(tmp_path, backend))
+
+
+def test_ids_with_holes(tmp_path):
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 7}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    ours = load_tokenizer(save(tmp_path, backend))
+    assert (ours.vocab_size, ours.decode([0, 3, 7])) == (8, "ab")
