@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.checkpoints import make_tiny, tiny_config
 
 from octavo.errors import CheckpointError, UnsupportedError
@@ -199,3 +201,30 @@ def test_gguf_end_tokens() -> None:
 def test_fields_read_numpy_numbers() -> None:
     assert Fields({"a": np.int32(3), "b": np.float32(0.5)}, "x").whole("a") == 3
     assert Fields({"b": np.float32(0.5)}, "x").number("b") == 0.5
+
+
+anything = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers() | st.text(max_size=3), max_size=3)
+anything |= st.sampled_from([0, 1, -1, 3, 64, 10**400, 1e308, 1e-320, [[]], {"rope_type": "llama3"}, {"factor": 1e-29, "rope_type": "linear"}])
+CONFIG_KEYS = [*tiny_config(), "head_dim", "rope_scaling", "rope_parameters", "sliding_window", "layer_types", "use_sliding_window",
+               "max_window_layers", "attention_bias", "quantization_config", "original_max_position_embeddings", "partial_rotary_factor"]
+GGUF_KEYS = [*GGUF, "llama.rope.freq_base", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.attention.key_length",
+             "llama.rope.dimension_count", "llama.vocab_size", "llama.attention.sliding_window", "tokenizer.ggml.bos_token_id", "llama.expert_count"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(arch=st.sampled_from(["llama", "mistral", "qwen2"]), changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), anything, max_size=3))
+def test_any_config_gives_a_spec_or_a_typed_error(arch: str, changes: dict[str, Any]) -> None:
+    try:
+        spec_of(arch, generation=changes, **changes)
+    except (CheckpointError, UnsupportedError) as error:
+        assert error.message and error.param and len(error.message) < 400
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(GGUF_KEYS), anything, max_size=3))
+def test_any_gguf_metadata_gives_a_spec_or_a_typed_error(changes: dict[str, Any]) -> None:
+    try:
+        registry.find(metadata=GGUF | changes)
+        gguf_of(**changes)
+    except (CheckpointError, UnsupportedError) as error:
+        assert error.message and error.param and len(error.message) < 400

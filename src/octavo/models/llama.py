@@ -74,7 +74,8 @@ def llama_traits(c: Fields, layers: int) -> dict[str, Any]:
 
 def mistral_traits(c: Fields, layers: int) -> dict[str, Any]:
     """One window for all layers: 4096 when the key is absent (as its configuration class has it), none when it is null."""
-    if len(set(c.get("layer_types", ()))) > 1:
+    kinds = c.get("layer_types", [])
+    if not isinstance(kinds, list | tuple) or any(kind != kinds[0] for kind in kinds):
         raise UnsupportedError("config.json: Mistral with layer_types that differ is not served", "layer_types")
     off = "sliding_window" in c.values and c.values["sliding_window"] is None
     return {"windows": (None if off else c.whole("sliding_window", 4096, high=1 << 31),) * layers}

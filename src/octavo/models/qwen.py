@@ -19,7 +19,7 @@ def qwen2_traits(c: Fields, layers: int) -> dict[str, Any]:
         window = None
     first = c.whole("max_window_layers", 28, low=0)
     kinds = c.get("layer_types", [SLIDING if window is not None and i >= first else FULL for i in range(layers)])
-    if not isinstance(kinds, list | tuple) or len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or not all(kind in (FULL, SLIDING) for kind in kinds):
         raise c.bad("layer_types", kinds, f"a list of {layers} times {FULL} or {SLIDING}")
     if window is None and SLIDING in kinds:
         raise c.bad("layer_types", SLIDING, f"{FULL} everywhere, since use_sliding_window is off or sliding_window is null")

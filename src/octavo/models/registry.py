@@ -55,12 +55,12 @@ def find(config: dict[str, Any] | None = None, metadata: Any = None) -> Family:
     else:
         names = Fields(config or {}, "config.json").need("architectures")
         if not isinstance(names, list) or not names:
-            raise CheckpointError(f"config.json: architectures must be a list of names, not {names!r}", "architectures")
+            raise CheckpointError(f"config.json: architectures must be a list of names, not {names!r:.80}", "architectures")
         name = names[0]
         found = next((f for f in FAMILIES.values() if name in f.hf), None)
         served = sorted(name for f in FAMILIES.values() for name in f.hf)
     if found is None:
-        raise UnsupportedError(f"architecture {name!r} is not served; these are: {', '.join(served)}", "architectures")
+        raise UnsupportedError(f"architecture {name!r:.80} is not served; these are: {', '.join(served)}", "architectures")
     return found
 
 

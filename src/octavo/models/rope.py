@@ -12,8 +12,11 @@ from octavo.errors import CheckpointError
 
 
 def f32(x: float) -> float:
-    """The nearest float32, as a Python float."""
-    return float(struct.unpack("<f", struct.pack("<f", x))[0])
+    """The nearest float32, as a Python float; infinite beyond its range."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)
 
 
 def base_frequencies(theta: float, head_dim: int) -> list[float]:
@@ -52,5 +55,5 @@ def divided(inv_freq: Sequence[float], factors: Sequence[float]) -> list[float]:
         raise CheckpointError(f"rope_freqs.weight has {len(factors)} values, the head size asks for {len(inv_freq)}", "rope_freqs.weight")
     bad = [f for f in factors if not (math.isfinite(f) and f > 0)]
     if bad:
-        raise CheckpointError(f"rope_freqs.weight holds {bad[0]!r}; its values must be above 0", "rope_freqs.weight")
+        raise CheckpointError(f"rope_freqs.weight holds {bad[0]!r:.80}; its values must be above 0", "rope_freqs.weight")
     return [f32(x / f32(f)) for x, f in zip(inv_freq, factors)]

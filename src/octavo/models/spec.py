@@ -10,6 +10,8 @@ from octavo.errors import CheckpointError, UnsupportedError
 from octavo.models import rope as rotary
 
 HUGE = 1 << 24  # no count in a configuration is larger
+MAX_LAYERS, MAX_HEAD = 4096, 8192
+SMALLEST, LARGEST = 1e-30, 1e30  # no other number lies outside
 GGUF_END_TOKENS = frozenset((  # texts of control tokens that end a turn or a text, whatever the file calls its eos
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|endofturn|>", "<end_of_turn>",
     "<EOT>", "<|EOT|>", "</s>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>",
@@ -58,6 +60,8 @@ class ModelSpec:
             raise CheckpointError(f"head_dim must be even for rotary embedding, not {self.head_dim}", "head_dim")
         if len(self.rope.inv_freq) * 2 != self.head_dim:
             raise CheckpointError(f"rope has {len(self.rope.inv_freq)} frequencies for head_dim {self.head_dim}", "rope")
+        if not all(math.isfinite(x) and x > 0 for x in self.rope.inv_freq):
+            raise CheckpointError("the rotary settings give frequencies that are not finite or not above 0", "rope")
         if len(self.windows) != self.num_layers:
             raise CheckpointError(f"{len(self.windows)} attention windows for {self.num_layers} layers", "layer_types")
         for name, ids in (("eos_token_id", self.eos_ids), ("bos_token_id", () if self.bos_id is None else (self.bos_id,))):
@@ -102,9 +106,10 @@ class Fields:
         return int(value)
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        """A finite number above 0 (``zero``: or 0)."""
+        """A number above 0 (``zero``: or 0) of a sane size."""
         value = self.need(key) if default is None else self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not real or not (SMALLEST <= value <= LARGEST or (zero and value == 0)):
             raise self.bad(key, value, f"a finite number {'from' if zero else 'above'} 0")
         return float(value)
 
@@ -120,13 +125,13 @@ class Fields:
         value = self.get(key, [])
         values = value if isinstance(value, list | tuple) else [value]
         for token in values:
-            if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not -HUGE <= int(token) <= HUGE:
                 raise self.bad(key, token, "a token id or a list of them")
         return tuple(int(token) for token in values)
 
     def bad(self, key: str, value: object, wanted: str) -> CheckpointError:
         """The error for a value that cannot be."""
-        return CheckpointError(f"{self.source}: {self.prefix + key} must be {wanted}, not {value!r}", self.prefix + key)
+        return CheckpointError(f"{self.source}: {self.prefix + key} must be {wanted}, not {value!r:.80}", self.prefix + key)
 
 
 def from_config(
@@ -141,17 +146,17 @@ def from_config(
     c = Fields(config, "config.json")
     if c.get("quantization_config"):
         method = c.get("quantization_config").get("quant_method", "unknown") if isinstance(c.get("quantization_config"), dict) else "unknown"
-        raise UnsupportedError(f"config.json: weights quantized by {method!r} are not served yet; use a bfloat16 checkpoint or a GGUF file",
+        raise UnsupportedError(f"config.json: weights quantized by {method!r:.80} are not served yet; use a bfloat16 checkpoint or a GGUF file",
                                "quantization_config")
     act = c.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
-        raise UnsupportedError(f"config.json: hidden_act {act!r} is not served; silu is", "hidden_act")
+        raise UnsupportedError(f"config.json: hidden_act {act!r:.80} is not served; silu is", "hidden_act")
     hidden, heads = c.whole("hidden_size"), c.whole("num_attention_heads")
     if c.get("head_dim") is None and hidden % heads:
         raise CheckpointError(f"config.json: hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}), and there is no head_dim",
                               "hidden_size")
-    head_dim = c.whole("head_dim", hidden // heads)
-    layers = c.whole("num_hidden_layers", high=4096)
+    head_dim = c.whole("head_dim", hidden // heads, high=MAX_HEAD)
+    layers = c.whole("num_hidden_layers", high=MAX_LAYERS)
     default_kv = heads if kv_heads is None or "num_key_value_heads" in config else kv_heads
     eos = c.ids("eos_token_id") + Fields(generation or {}, "generation_config.json").ids("eos_token_id")
     bos = c.ids("bos_token_id")
@@ -167,7 +172,7 @@ def from_config(
 def _stored(c: Fields) -> str:
     name = str(c.get("dtype", c.get("torch_dtype", "bfloat16"))).removeprefix("torch.")
     if name not in ("bfloat16", "float16", "float32"):
-        raise UnsupportedError(f"config.json: weights in {name!r} are not served; bfloat16, float16 and float32 are", "dtype")
+        raise UnsupportedError(f"config.json: weights in {name!r:.80} are not served; bfloat16, float16 and float32 are", "dtype")
     return name
 
 
@@ -195,7 +200,7 @@ def _config_rope(c: Fields, head_dim: int) -> RopeSpec:
         context = Fields({"original_max_position_embeddings": original}, r.source).number("original_max_position_embeddings")
         inv_freq = rotary.llama3_scaling(inv_freq, r.number("factor"), low, high, context)
     elif kind != "default":
-        raise UnsupportedError(f"config.json: rope type {kind!r} is not served; default, linear and llama3 are", "rope_type")
+        raise UnsupportedError(f"config.json: rope type {kind!r:.80} is not served; default, linear and llama3 are", "rope_type")
     return RopeSpec(tuple(inv_freq))
 
 
@@ -206,7 +211,7 @@ def from_gguf(
     g = Fields(metadata, "GGUF metadata", f"{arch}.")
     for key, neutral in (("expert_count", 0), ("attention.scale", 0), ("logit_scale", 1), ("residual_scale", 1), ("embedding_scale", 1)):
         if g.get(key, neutral) not in (0, neutral):
-            raise UnsupportedError(f"GGUF metadata: {arch}.{key} = {g.get(key)!r} is not served", f"{arch}.{key}")
+            raise UnsupportedError(f"GGUF metadata: {arch}.{key} = {g.get(key)!r:.80} is not served", f"{arch}.{key}")
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if isinstance(g.get(key), list | tuple):
             raise UnsupportedError(f"GGUF metadata: {arch}.{key} that differs by layer is not served", f"{arch}.{key}")
@@ -214,15 +219,15 @@ def from_gguf(
     if g.get("attention.key_length") is None and hidden % heads:
         raise CheckpointError(f"GGUF metadata: {arch}.embedding_length ({hidden}) is no multiple of {arch}.attention.head_count ({heads})",
                               f"{arch}.embedding_length")
-    head_dim = g.whole("attention.key_length", hidden // heads)
+    head_dim = g.whole("attention.key_length", hidden // heads, high=MAX_HEAD)
     if (values := g.whole("attention.value_length", head_dim)) != head_dim:
         raise UnsupportedError(f"GGUF metadata: keys of {head_dim} with values of {values} are not served", g.prefix + "attention.value_length")
     if (turned := g.whole("rope.dimension_count", head_dim)) != head_dim:
         raise UnsupportedError(f"GGUF metadata: rotary embedding over {turned} of {head_dim} is not served", f"{arch}.rope.dimension_count")
-    layers = g.whole("block_count", high=4096)
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    layers = g.whole("block_count", high=MAX_LAYERS)
+    tokens = _list(Fields(metadata, "GGUF metadata"), "tokenizer.ggml.tokens")
     table = shapes.get("token_embd.weight")
-    vocab = g.whole("vocab_size", len(tokens) if tokens is not None else int(table[0]) if table else None)
+    vocab = g.whole("vocab_size", len(tokens) if tokens else int(table[0]) if table else None)
     bos = Fields(metadata, "GGUF metadata").ids("tokenizer.ggml.bos_token_id")
     return ModelSpec(
         arch=arch, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=g.whole("attention.head_count_kv", heads),
@@ -242,7 +247,7 @@ def _gguf_rope(g: Fields, head_dim: int, factors: Sequence[float] | None) -> Rop
     if kind == "linear":
         inv_freq = rotary.linear_scaling(inv_freq, factor)
     elif kind != "none":
-        raise UnsupportedError(f"GGUF metadata: rope scaling {kind!r} is not served; none, linear and rope_freqs.weight are",
+        raise UnsupportedError(f"GGUF metadata: rope scaling {kind!r:.80} is not served; none, linear and rope_freqs.weight are",
                                g.prefix + "rope.scaling.type")
     return RopeSpec(tuple(inv_freq if factors is None else rotary.divided(inv_freq, factors)))
 
@@ -257,8 +262,17 @@ def gguf_eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a text: the file's eos, eot and eom, and control tokens known by their text."""
     fields = Fields(metadata, "GGUF metadata", "tokenizer.ggml.")
     found = [token for key in ("eos_token_id", "eot_token_id", "eom_token_id") for token in fields.ids(key)]
-    types = fields.get("token_type")
-    for token, text in enumerate(fields.get("tokens", ())):
-        if text in GGUF_END_TOKENS and (types is None or types[token] in GGUF_SPECIAL):
+    tokens, types = _list(fields, "tokens"), _list(fields, "token_type")
+    if types and len(types) != len(tokens):
+        raise CheckpointError(f"GGUF metadata: {len(types)} tokenizer.ggml.token_type for {len(tokens)} tokens", "tokenizer.ggml.token_type")
+    for token, text in enumerate(tokens):
+        if isinstance(text, str) and text in GGUF_END_TOKENS and (not types or types[token] in GGUF_SPECIAL):
             found.append(token)
     return tuple(dict.fromkeys(found))
+
+
+def _list(fields: Fields, key: str) -> Sequence[Any]:
+    values = fields.get(key, ())
+    if not isinstance(values, list | tuple):
+        raise fields.bad(key, values, "a list")
+    return values
