@@ -132,6 +132,16 @@ def test_tokens_that_only_the_config_knows(tmp_path):
         load_tokenizer(path)
 
 
+def test_a_special_token_that_only_the_vocabulary_has(tmp_path):
+    backend = _byte_backend()
+    config = {"bos_token": "he", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    path = save(tmp_path, backend, config)
+    _same_as_transformers(path)
+    ours = load_tokenizer(path)
+    assert ours.encode("the")[1:] == [ours.bos_id] == [backend.token_to_id("he")]
+    assert ours.decode(ours.encode("the")) == "t"
+
+
 def test_truncation_and_padding_of_training_are_off(tmp_path):
     backend = _byte_backend()
     backend.enable_truncation(4)

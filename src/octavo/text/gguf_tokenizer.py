@@ -214,7 +214,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, size: int) -> list[Any] | No
 
 def _token_id(metadata: Mapping[str, Any], key: str, size: int, fallback: int | None) -> int | None:
     """An id that the file names; the tokenizer type's own one, where the file says nothing and the vocabulary has it."""
-    value = _get(metadata, key, int, None)
+    value: int | None = _get(metadata, key, int, None)
     if value is None:
         return fallback if fallback is not None and fallback < size else None
     if not 0 <= value < size:

@@ -117,9 +117,8 @@ def _add_missing(backend: "Backend", config: dict[str, Any], named: dict[str, st
         got = backend.token_to_id(content)
         if got != token_id:
             raise CheckpointError(f"{path}: tokenizer_config.json gives {content!r} the id {token_id}, tokenizer.json leads to {got}")
-    for text in named.values():
-        if backend.token_to_id(text) is None:
-            backend.add_special_tokens([text])
+    found = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([text for text in named.values() if text not in found])  # those of the vocabulary keep their ids
 
 
 def _decoding(backend: "Backend", path: Path) -> tuple[Pieces, bool]:

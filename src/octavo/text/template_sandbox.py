@@ -83,7 +83,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def concat_texts(self, *parts: Any) -> str:
         """``a ~ b``."""
-        return _sized("".join([str(_sized(part)) for part in parts]))
+        text: str = _sized("".join([str(_sized(part)) for part in parts]))
+        return text
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call from a template."""
