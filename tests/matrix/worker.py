@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def main() -> None:
     import workload
 
-    from octavo import LLM, _native
+    from octavo import LLM
 
     job = json.loads(Path(sys.argv[1]).read_text())
     out = []
@@ -26,7 +26,8 @@ def main() -> None:
             wanted = workload.requests(llm.vocab_size, job["count"], job["max_prompt"], job["max_tokens"])
             answers = workload.answers(llm, wanted, cell["alone"])
             out.append({"answers": answers, "preemptions": llm.num_preemptions})
-    Path(sys.argv[2]).write_text(json.dumps({"isa": _native.info()["isa"], "cells": out}))
+            chosen = llm.instruction_set
+    Path(sys.argv[2]).write_text(json.dumps({"isa": chosen, "cells": out}))
 
 
 if __name__ == "__main__":

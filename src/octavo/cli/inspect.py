@@ -31,11 +31,12 @@ def inspect(
 
 def gather(path: Any, dtype: str, kv_bytes: int | None) -> dict[str, Any]:
     """The facts, from the model's headers and the machine. Raises: CheckpointError, ConfigError, UnsupportedError."""
-    from octavo import _native
     from octavo.engine.factory import compute_dtype, stored_types
     from octavo.engine.settings import make_config
     from octavo.kv.spec import DTYPE_BYTES, KvSpec
     from octavo.models import registry
+    from octavo.ops.native import chosen_isa, native_info
+    from octavo.ops.threads import allowed_threads
     from octavo.runner.memory import available_memory, default_num_blocks
     from octavo.weights.checkpoint import open_checkpoint
 
@@ -60,7 +61,8 @@ def gather(path: Any, dtype: str, kv_bytes: int | None) -> dict[str, Any]:
         "parameters": spec.num_params, "stored": stored, "stored_bytes": stored_bytes, "dtype": compute, "weight_bytes": weights,
         "kv_bytes_per_token": kv.bytes_per_token, "kv_bytes_per_block": kv.bytes_per_block, "available_bytes": available,
         "fits": left is None or left > kv.bytes_per_block, "kv_pool_blocks": blocks, "kv_pool_tokens": tokens,
-        "requests_at": {n: tokens // n for n in lengths}, "native": _native.info(),
+        "requests_at": {n: tokens // n for n in lengths}, "isa": chosen_isa(), "isas": native_info()["available"].split(","), "threads": allowed_threads(),
+        "compiler": native_info()["compiler"],
     }
 
 
@@ -70,7 +72,6 @@ def _print(facts: dict[str, Any]) -> None:
 
     from octavo.runner.memory import size
 
-    native = facts["native"]
     table = Table(box=None, show_header=False, padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
@@ -89,8 +90,8 @@ def _print(facts: dict[str, Any]) -> None:
                    + ("" if facts["fits"] else ": the weights do NOT fit")),
         ("KV pool", f"{facts['kv_pool_blocks']:,} blocks = {facts['kv_pool_tokens']:,} tokens by default: "
                     + ", ".join(f"{count} × {n:,}" for n, count in facts["requests_at"].items()) + " tokens at once"),
-        ("instruction set", f"{native['isa']} (available: {', '.join(native['available'])}), {native['threads']} threads"),
-        ("library", native["compiler"]),
+        ("instruction set", f"{facts['isa']} (available: {', '.join(facts['isas'])}), {facts['threads']} threads"),
+        ("native library", f"compiled by {facts['compiler']}"),
     ]
     for name, text in rows:
         table.add_row(name, text)

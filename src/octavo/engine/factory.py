@@ -55,6 +55,7 @@ class Engine:
     spec: ModelSpec
     text: TextSide
     ledger: Ledger
+    isa: str  # the instruction-set variant of the native kernels, or the other backend's name
 
 
 def build(config: Config, report: Report) -> Engine:
@@ -87,7 +88,7 @@ def build(config: Config, report: Report) -> Engine:
         report.note(line)
     if text.tokenizer is None:
         report.note("no tokenizer came with the model: prompts must be token ids, and outputs have no text")
-    return Engine(core, final, spec, text, ledger)
+    return Engine(core, final, spec, text, ledger, getattr(provider, "isa", config.runner.backend))
 
 
 def compute_dtype(config: Config) -> str:

@@ -90,6 +90,11 @@ class LLM:
         return self._inputs.max_model_len
 
     @property
+    def instruction_set(self) -> str:
+        """The variant of the native kernels that runs: generic, avx2, avx512, amx; or the backend's name."""
+        return self._running().isa
+
+    @property
     def num_preemptions(self) -> int:
         """How often a request lost its blocks to another since the start."""
         return self._running().core.counters.preemptions

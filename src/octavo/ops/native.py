@@ -41,6 +41,15 @@ def native_info() -> dict[str, str]:
     return dict(_native.info())
 
 
+def chosen_isa(isa: str | None = None) -> str:
+    """The variant that runs: ``isa``, else the environment variable OCTAVO_ISA, else the best. Raises: ConfigError."""
+    available = native_info()["available"].split(",")
+    isa = isa or os.environ.get(ISA_VARIABLE) or available[-1]
+    if isa not in available:
+        raise ConfigError(f"the instruction set {isa!r} ({ISA_VARIABLE}) cannot run here; this CPU and build have {', '.join(available)}", "isa")
+    return isa
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A packed matrix [n, k]: panels of 16 rows of it at ``address``. ``interleaved``: gate and up in turns."""
@@ -122,13 +131,9 @@ class NativeProvider:
             raise ConfigError(f"num_threads must be a whole number from 1 to 1024, not {num_threads!r}", "num_threads")
         if threads > allowed:
             warnings.warn(f"num_threads is {threads}, but this process may use {allowed} CPUs: threads will wait for each other", stacklevel=2)
-        isa = isa or os.environ.get(ISA_VARIABLE) or None
-        available = _native.info()["available"].split(",")
-        if isa is not None and isa not in available:
-            raise ConfigError(f"the instruction set {isa!r} ({ISA_VARIABLE}) cannot run here; this CPU and build have {', '.join(available)}", "isa")
         self.dtype = dtype
         self.act_bytes = 4 if dtype == "float32" else 2
-        self.pool = _native.Pool(threads, isa)
+        self.pool = _native.Pool(threads, chosen_isa(isa))
         self.weight_bytes = 0
         self._memory = _native.Memory
         self._program = _native.Program
