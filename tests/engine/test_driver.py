@@ -250,3 +250,18 @@ def test_logprobs_gather() -> None:
     last = answer.news()
     assert last.prompt_logprobs is None and [list(row) for row in last.outputs[0].logprobs] == [[98]] and last.outputs[0].cumulative_logprob == -0.75
     assert [list(row) for row in answer.output().outputs[0].logprobs] == [[97], [98]]
+
+
+def test_the_progress_bar_draws_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    from octavo.engine.console import progress_bar
+
+    driver = Driver(FakeCore([[Delta("a/0", [97], finish_reason="length")]]))
+    answer = submit(driver, "a")
+    driver.step()
+    for terminal, wanted in ((False, True), (True, False), (True, True)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with progress_bar([answer], wanted) as tick:
+            tick()
+        assert ("1/1" in capsys.readouterr().err) == (terminal and wanted)
