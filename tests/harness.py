@@ -24,8 +24,10 @@ def _torch(dtype: str) -> Any:
 
 
 def _native(dtype: str) -> Any:
-    native = pytest.importorskip("octavo.ops.native", reason="the native provider is not built here")
-    return native.NativeProvider(dtype=dtype)
+    pytest.importorskip("octavo._native", reason="the native library is not built here", exc_type=ImportError)
+    from octavo.ops.native import NativeProvider
+
+    return NativeProvider(dtype=dtype, num_threads=2)
 
 
 PROVIDERS: dict[str, Callable[[str], Any]] = {"torch": _torch, "native": _native}

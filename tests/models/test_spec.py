@@ -10,6 +10,7 @@ from tests.checkpoints import make_tiny, tiny_config
 
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.models import registry
+from octavo.models.cost import step_cost
 from octavo.models.spec import Fields, ModelSpec, from_gguf, gguf_eos_ids
 from octavo.weights.checkpoint import open_checkpoint
 
@@ -228,3 +229,16 @@ def test_any_gguf_metadata_gives_a_spec_or_a_typed_error(changes: dict[str, Any]
         gguf_of(**changes)
     except (CheckpointError, UnsupportedError) as error:
         assert error.message and error.param and len(error.message) < 400
+
+
+def test_a_decode_step_costs_the_weights_once_and_two_flops_a_weight() -> None:
+    s = spec_of(hidden_size=512, num_attention_heads=8, num_key_value_heads=8, intermediate_size=2048, num_hidden_layers=6, vocab_size=32000)
+    one, many = step_cost(s, [(1, 1)], 1), step_cost(s, [(1, 1)] * 64, 64)
+    matrices = s.num_params - s.vocab * s.hidden  # of the embedding one row is read
+    assert one.bytes == pytest.approx(2 * matrices, rel=0.02) and one.flops == pytest.approx(2 * matrices, rel=0.02)
+    assert many.flops == pytest.approx(64 * one.flops) and many.bytes < 1.5 * one.bytes
+    long = step_cost(s, [(1, 1001)], 1)
+    assert long.bytes - one.bytes == 1000 * 2 * 6 * 512 * 2  # K and V of a thousand more tokens
+    assert step_cost(s, [(100, 100)], 0).flops < step_cost(s, [(100, 100)], 1).flops
+    windowed = spec_of("mistral", sliding_window=10)
+    assert step_cost(windowed, [(1, 500)], 1) == step_cost(windowed, [(1, 10)], 1)
