@@ -37,9 +37,8 @@ wheel: $(VENV)/bin/python
 
 # For development: build the library beside the sources (run with PYTHONPATH=src).
 native:
-	cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$$(command -v $(PYTHON))
+	cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=Release -DOCTAVO_IN_SOURCE=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON))
 	cmake --build build/dev
-	cmake --install build/dev --prefix src --component native
 
 clean:
 	rm -rf $(VENV) build dist

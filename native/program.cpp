@@ -149,7 +149,8 @@ void Program::sample(int thread) {
         for (const Op &recorded : segments_[1]) {
             Op op = recorded;
             if (op.code == OP_LINEAR) op.p[0] += (uint64_t)row0 * (uint64_t)op.n[1] * (op.flags & FLAG_F32 ? 4 : 2);
-            run_.k->op[op.code](op, run_, {thread, row0, n, &counters_[counter++].value});
+            // The logits' buffer holds one tile, so the head's rows count from its start; the sampler's are the step's.
+            run_.k->op[op.code](op, run_, {thread, op.code == OP_LINEAR ? 0 : row0, n, &counters_[counter++].value});
             barrier.wait();
         }
     }
