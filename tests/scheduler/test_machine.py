@@ -64,6 +64,7 @@ class Machine(RuleBasedStateMachine):
         self.executor = SimExecutor(seqs, blocks, block_size, vocab=VOCAB, max_tokens=budget)
         self.requests: dict[str, Request] = {}
         self.live: set[str] = set()
+        self.answer: dict[str, tuple[list[int], str, int | None]] = {}
         self.output: dict[str, list[int]] = {}
         self.scored: dict[str, list[int]] = {}
         self.last: dict[str, Delta] = {}
@@ -100,6 +101,7 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.add(request)
             self.live.add(name)
             self.output[name], self.scored[name] = [], []
+            self.answer[name] = the_answer(request, self.kv.capacity)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -168,7 +170,7 @@ class Machine(RuleBasedStateMachine):
             self.output[name] += delta.tokens
             self.scored[name] += [row.token for row in delta.prompt_logprobs or []]
             assert [row.token for row in delta.logprobs or []] == delta.tokens
-            output, reason, stop_reason = the_answer(request, self.kv.capacity)
+            output, reason, stop_reason = self.answer[name]
             assert self.output[name] == output[: len(self.output[name])], "the tokens depend on the company"
             whole = request.prompt[1:] if request.params.prompt_logprobs is not None else []
             assert self.scored[name] == whole[: len(self.scored[name])]
@@ -236,8 +238,14 @@ class Pipelined(Machine):
     depth = 2
 
 
-fast = settings(max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
-TestSynchronous = Machine.TestCase
-TestSynchronous.settings = fast
-TestPipelined = Pipelined.TestCase
-TestPipelined.settings = fast
+def long(machine: type[Machine], histories: int) -> type:
+    """The machine as a test of so many histories."""
+    case = type(f"Test{machine.__name__}{histories}", (machine.TestCase,), {})
+    case.settings = settings(max_examples=histories, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    return case
+
+
+TestSynchronous = long(Machine, 200)
+TestPipelined = long(Pipelined, 100)
+TestSynchronousLong = pytest.mark.matrix(long(Machine, 5000))
+TestPipelinedLong = pytest.mark.matrix(long(Pipelined, 5000))

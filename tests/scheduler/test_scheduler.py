@@ -276,6 +276,23 @@ def test_cached_tokens_are_not_computed_unless_they_must_be_scored() -> None:
     assert {r.id: r.num_cached for r in scheduler.running} == {"a": 0, "b": 16, "c": 0}
 
 
+def test_what_a_resumption_finds_in_the_cache_is_no_hit_of_its_prompt() -> None:
+    index = HalfIndex()
+    scheduler = Scheduler(SchedulerConfig(max_model_len=1000), KvManager(6, 16, index))
+    for name, output in (("a", 40), ("b", 18), ("c", 40)):
+        scheduler.add(make_request(name, 16, output))
+    admitted: list[Admitted] = []
+    while len(admitted) < 4:
+        plan = scheduler.plan()
+        assert plan is not None
+        admitted += [e for e in plan.events if isinstance(e, Admitted)]
+        scheduler.commit(plan, answer(plan, dict.fromkeys(range(8), 5)))
+        scheduler.check()
+        index.blocks = scheduler.kv.table("a")[:1] if scheduler.counters.preemptions else []
+    assert admitted[3] == Admitted("c", 1, 16, True)
+    assert next(r for r in scheduler.running if r.id == "c").num_cached == 0
+
+
 # -- requests that cannot be served
 
 
@@ -385,6 +402,19 @@ def test_a_pool_that_holds_one_request_serves_them_all(policy: str, tokens: int)
     for i, name in enumerate("abcdefgh"):
         assert sum(len(d.tokens) for d in news[name]) == 49 - (1 + 5 * i) and news[name][-1].finish_reason == "length"
     assert scheduler.counters.preemptions <= 8 * 3
+
+
+def test_the_tokens_of_a_victim_go_to_others_of_the_same_step() -> None:
+    budget = 8
+    scheduler, executor = make(blocks=3, size=4, tokens=8, budget=lambda now: budget)
+    for name, prompt, output in (("a", 3, 9), ("c", 1, 3), ("b", 1, 3)):
+        scheduler.add(make_request(name, prompt, output))
+    step(scheduler, executor)
+    budget = 2
+    assert shape(step(scheduler, executor)[0]) == [(0, 3, 1, True), (1, 1, 1, True)]
+    plan, _ = step(scheduler, executor)  # b's turn, then a's, whose second block is b's
+    assert shape(plan) == [(0, 4, 1, True), (1, 2, 1, True)]
+    assert plan is not None and plan.events == [Preempted("b", "a needed 2 blocks for 5 tokens, 0 of 3 were free", 1, 1)]
 
 
 def test_results_of_an_older_epoch_are_dropped() -> None:
@@ -550,20 +580,38 @@ def test_one_requests_error_ends_it_and_no_other() -> None:
     assert list(drain(scheduler, executor)) == ["b"]
 
 
-def test_fail_ends_everybody_of_the_plan_and_frees_the_slots_again() -> None:
+def test_fail_ends_everybody_of_the_plan_and_nobody_else() -> None:
     scheduler, executor = make(seqs=3, tokens=8)
-    scheduler.add(make_request("a", 3, 1))
-    step(scheduler, executor)
     for name in "bcd":
         scheduler.add(make_request(name, 4, 4))
     plan = scheduler.plan()
-    assert plan is not None and plan.freed == [0] and len(plan.items) == 2
+    assert plan is not None and len(plan.items) == 2
     assert [(d.request_id, d.finish_reason, d.error) for d in scheduler.fail(plan, "no")] == [("b", "error", "no"), ("c", "error", "no")]
     scheduler.check()
-    after = scheduler.plan()
-    assert after is not None and sorted(after.freed) == [0, 1]
-    scheduler.commit(after, executor.execute(after))
     assert list(drain(scheduler, executor)) == ["d"]
+
+
+def test_slots_that_a_failed_plan_freed_are_freed_again_unless_taken() -> None:
+    scheduler, executor = make(seqs=3)
+    scheduler.add(make_request("a", 3, 1))
+    scheduler.add(make_request("b", 3, 9))
+    step(scheduler, executor)
+    plan = scheduler.plan()
+    assert plan is not None and plan.freed == [0]
+    scheduler.fail(plan, "no")
+    scheduler.add(make_request("c", 3, 1))
+    scheduler.add(make_request("d", 3, 9))
+    after, _ = step(scheduler, executor)
+    assert after is not None and sorted(after.freed) == [0, 1]
+    plan = scheduler.plan()  # d, without c's slot
+    scheduler.add(make_request("e", 3, 9))
+    ahead = scheduler.plan()  # e, in c's slot
+    assert plan is not None and ahead is not None and plan.freed == [ahead.items[-1].slot]
+    scheduler.fail(plan, "no")
+    scheduler.commit(ahead, answer(ahead, {i.slot: 5 for i in ahead.items}))
+    scheduler.check()
+    last = scheduler.plan()
+    assert last is not None and last.freed == [plan.items[0].slot]
 
 
 def test_plans_can_be_made_ahead_of_results() -> None:

@@ -146,12 +146,9 @@ class Scheduler:
         there, the budget is 0, a predicate says no, or all that is left is in flight. Freed slots and events then wait
         for the next plan.
         """
-        budget = self._now(now)
         chosen: dict[Request, _Part] = {}
-        preempted = self.counters.preemptions
-        budget = self._serve_running(budget, chosen)
-        if self.counters.preemptions == preempted:  # else blocks are short: nobody new in this step
-            self._admit_waiting(budget, chosen)
+        budget = self._serve_running(self._now(now), chosen)
+        self._admit_waiting(budget, chosen)
         return self._build(chosen) if chosen else None
 
     def _now(self, now: float) -> int:
@@ -357,6 +354,8 @@ class Scheduler:
         assert self.kv.holders() == {r.id for r in self.running}, "a table without a running request, or the reverse"
         slots = [r.slot for r in self.running] + self._slots
         assert sorted(slots) == list(range(self.config.max_num_seqs)), f"slots are lost or doubled: {sorted(slots)}"
+        unused = sum(len(self.kv.table(r.id)) * self.kv.block_size - r.num_computed for r in self.running)
+        assert self.kv.ledger().reserved_slots == unused, f"{unused} token slots are reserved and unused, the ledger says otherwise"
         for request in waiting:
             assert request.state is State.WAITING and request.slot == -1 and request.num_computed == 0 and request.ahead == 0, request
         for request in self.running:
