@@ -131,6 +131,7 @@ def test_invalid_bytes_come_out_as_decode_shows_them(prompt, data):
         (b"\xe4", b"\xbd", ""),
         (b"\xf0\x9f", b"\x98\x80", "😀"),
         (b"\xef\xbf", b"\xbdx", "\ufffdx"),  # a U+FFFD that the model did write
+        (b"\xef", b"\xbf\xbdx", "\ufffdx"),
         (b"a\xff", b"b", "b"),
         ("é".encode(), b"\x80", "\ufffd"),
     ],

@@ -163,6 +163,20 @@ def test_bos_is_added_once_and_only_where_wanted():
     assert from_gguf(byte_level(["h e"], pre="llama-bpe", add_bos_token=False)).encode("he") == [256]
 
 
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", ["12345", " 12"]), ("default", ["123", "45", " ", "12"]), ("smollm", [*"12345", " ", *"12"]), ("qwen2", [*"12345", " ", *"12"]),
+        ("tekken", [*"12345", " ", *"12"]), ("llama-bpe", ["123", "45", " ", "12"]), ("dbrx", ["123", "45", " ", "12"]),
+        ("deepseek-v3", ["123", "45", " ", "12"]), ("deepseek-coder", [*"12345", " ", *"12"]),
+    ],
+)  # fmt: skip
+def test_digits(pre, words):
+    """SmolLM2's vocabulary has no token of two digits, so llama.cpp's ids above cannot tell these apart."""
+    tokenizer = from_gguf(byte_level(["1 2", "12 3", "4 5", "123 45", "Ġ 12"], pre=pre, add_bos_token=False))
+    assert [tokenizer.token_text(i) for i in tokenizer.encode("12345 12")] == words
+
+
 def test_ignore_merges_takes_a_whole_word():
     metadata = byte_level(["h e"], pre="llama-bpe", add_bos_token=False)
     metadata["tokenizer.ggml.tokens"][257] = "hey"  # a token that no merge makes
