@@ -160,6 +160,7 @@ def test_lies_in_the_metadata(make, put) -> None:
 
     array = make.text("k") + struct.pack("<I", 9)
     assert "claims 1152921504606846976 keys" in file(counts=(0, 1 << 60))
+    assert "claims 60000 keys; the file's 32 bytes hold at most 0" in file(counts=(0, 60_000))
     assert "claims 1152921504606846976 tensors" in file(counts=(1 << 60, 0))
     assert "'k' appears twice" in file(make.key("k", "u8", 1), make.key("k", "u8", 1))
     assert "unknown value type 13" in file(make.text("k") + struct.pack("<I", 13))
