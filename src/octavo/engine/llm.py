@@ -233,7 +233,7 @@ class LLM:
         if template is None or chat_template is not None:
             template = ChatTemplate.of(self.get_tokenizer(), chat_template)
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-                               **(kwargs or {}))
+                               variables=kwargs)
 
 
 class Stream(Iterator[RequestOutput]):
