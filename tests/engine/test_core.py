@@ -184,11 +184,13 @@ def test_one_sick_slot_ends_one_request() -> None:
 def test_an_interrupt_reaches_the_caller_and_the_answers_wait() -> None:
     core, executor, _ = make()
     executor.faults[2] = raising(KeyboardInterrupt())
+    heard: list[Event] = []
+    core.observers.append(lambda event, now: heard.append(event))
     core.add(make_request("a"))
     core.step()
     with pytest.raises(KeyboardInterrupt):
         core.step()
-    assert core.has_work
+    assert core.has_work and heard[-1] == Finished("a", "error")
     assert ends(core.step()) == {"a": "error"} and not core.has_work
     with pytest.raises(WorkerDied, match="KeyboardInterrupt"):
         core.step()

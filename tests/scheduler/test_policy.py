@@ -46,6 +46,16 @@ def test_the_queue_keeps_places_through_removal_and_return() -> None:
         queue.remove(requests[1])
 
 
+def test_a_removed_request_does_not_come_back_under_a_reused_id() -> None:
+    queue = WaitingQueue(Fcfs())
+    old, new = request(1), request(2)
+    new.id = old.id
+    queue.push(old)
+    queue.remove(old)
+    queue.push(new)
+    assert queue.first() is new and list(queue) == [new] and len(queue) == 1
+
+
 def test_removed_entries_do_not_pile_up() -> None:
     queue = WaitingQueue(Fcfs())
     queue.push(request(0))
