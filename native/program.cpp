@@ -77,7 +77,7 @@ std::string Program::check() const {
             if (s.row_target[i] >= b.vocab) return at("row_target", i, s.row_target[i], b.vocab);
         return "";
     }
-    if (!(wrong = span("tokens", s.tokens, T, b.vocab)).empty()) return wrong;
+    if (b.vocab && !(wrong = span("tokens", s.tokens, T, b.vocab)).empty()) return wrong;
     if (!(wrong = span("rows", s.rows, R, T)).empty()) return wrong;
     if (!b.group) return "";
     if (!(wrong = span("kv_slots", s.kv_slots, T, b.num_blocks * TOKENS)).empty()) return wrong;

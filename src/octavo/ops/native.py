@@ -358,6 +358,12 @@ class Recorder:
 
     # From calls to a program.
 
+    def input(self, kind: str, rows: str, cols: int) -> Buffer:
+        """A buffer that the caller fills through NativeProgram.view before forward(). For tests of single ops."""
+        buffer = self._buffer(kind, rows, cols)
+        buffer.last = 1 << 30
+        return buffer
+
     def finish(self, keep: Sequence[Buffer] = ()) -> "NativeProgram":
         """Place the buffers, pack the ops. Buffers in ``keep`` share memory with no later one (tests read them)."""
         for buffer in keep:
@@ -385,7 +391,7 @@ class Recorder:
             b"".join(self._pack(op) for op in self._sample),
             keep_alive,
         )
-        return NativeProgram(program, arena, arena_bytes)
+        return NativeProgram(program, arena, arena_bytes, np.float32 if self.provider.act_bytes == 4 else np.uint16)
 
     def _fuse_norms(self) -> None:
         """A norm with one reader, a linear op: with few rows the linear op norms its input itself, in every thread."""
@@ -498,9 +504,10 @@ class Recorder:
 class NativeProgram:
     """A recorded model. One native call per segment, without the GIL."""
 
-    def __init__(self, program: Any, arena: Any, arena_bytes: int) -> None:
+    def __init__(self, program: Any, arena: Any, arena_bytes: int, act: Any) -> None:
         self._run = program.run
         self._arena = arena
+        self._act = act
         self.activation_bytes = arena_bytes + program.scratch_bytes
 
     def forward(self) -> None:
@@ -514,7 +521,7 @@ class NativeProgram:
     def view(self, buffer: Buffer, rows: int) -> np.ndarray:
         """The first ``rows`` rows of a buffer as it lies in memory: float32, or uint16 with bfloat16 bits. For tests."""
         offset = buffer.address - self._arena.address
-        dtype = np.float32 if buffer.row_bytes == 4 * _pad(buffer.cols) or buffer.kind == "f32" else np.uint16
+        dtype = np.float32 if buffer.kind == "f32" else self._act
         flat = np.frombuffer(self._arena, np.uint8)[offset : offset + rows * buffer.row_bytes]
         return flat.view(dtype).reshape(rows, -1)[:, : buffer.cols]
 
