@@ -6,10 +6,10 @@ from octavo.cli import options as o
 
 
 def pull(model: o.Model, revision: o.Revision = None) -> None:
-    """Get a model (a short name or a Hub id) into the cache and print where it lies."""
+    """Get a model (a short name or a Hub id) into the cache, verify it, and print where it lies."""
     from octavo.cli.terminal import Startup
     from octavo.weights import hub
 
     with Startup() as startup:
-        path = hub.resolve(model, revision=revision, progress=startup.progress)
+        path = hub.pull(model, revision, startup.progress)
     sys.stdout.write(f"{path}\n")
