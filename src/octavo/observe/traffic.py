@@ -1,0 +1,48 @@
+"""The log line that a server writes every ten seconds: tokens in and out, who runs and waits, KV use. Never a prompt."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from octavo.observe.metrics import Metrics, kv_use
+
+SECONDS = 10.0
+
+
+class Traffic:
+    """Tells a logger what passed through since the last line. Says nothing while nothing happens."""
+
+    def __init__(self, metrics: Metrics, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._logger = logger
+        self._clock = clock
+        self._last = self._now()
+        self._busy = False
+
+    def tell(self) -> str | None:
+        """Log one line about the time since the last call, and return it. None when that time and the one before were idle."""
+        now, last = self._now(), self._last
+        self._last = now
+        stats = self._metrics.stats
+        seconds, came, went, lost = (new - old for new, old in zip(now, last, strict=True))
+        busy = bool(came or went or self._metrics.num_open)
+        was_busy, self._busy = self._busy, busy
+        if not (busy or was_busy) or seconds <= 0:
+            return None
+        line = (f"{came / seconds:.1f} tokens/s in, {went / seconds:.1f} tokens/s out, running {stats.running if stats else 0}, "
+                f"waiting {stats.waiting if stats else 0}, KV use {100 * kv_use(stats):.1f} %")
+        if lost:
+            line += f", preemptions {int(lost)}"
+        self._logger.info("%s", line)
+        return line
+
+    async def run(self, every: float = SECONDS) -> None:
+        """Tell until cancelled."""
+        while True:
+            await asyncio.sleep(every)
+            self.tell()
+
+    def _now(self) -> tuple[float, int, int, int]:
+        stats = self._metrics.stats
+        return self._clock(), self._metrics.prompt_tokens, self._metrics.generation_tokens, stats.preemptions if stats else 0
