@@ -20,7 +20,7 @@ CHUNKS = [5, 1, 60, 21]
 PARIS, BERLIN = 7042, 11452
 
 
-def oracle(path: str) -> np.ndarray:
+def oracle(path: str) -> "torch.nn.Module":
     """Built from the file's metadata and tensors by hand, not by the code under test (but for the order of rotary rows)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,13 +50,22 @@ def oracle(path: str) -> np.ndarray:
         model = LlamaForCausalLM(config)
     model.load_state_dict(state, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers were on the meta device
-    with torch.inference_mode():
-        return torch.log_softmax(model.eval()(torch.tensor([PROMPT])).logits[0].float(), -1).numpy()
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
-def want(smollm2: str) -> np.ndarray:
+def reference(smollm2: str) -> "torch.nn.Module":
     return oracle(smollm2)
+
+
+def logprobs_of(model: "torch.nn.Module", tokens: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([tokens])).logits[0].float(), -1).numpy()
+
+
+@pytest.fixture(scope="module")
+def want(reference: "torch.nn.Module") -> np.ndarray:
+    return logprobs_of(reference, PROMPT)
 
 
 @pytest.mark.model
@@ -89,3 +98,32 @@ def test_its_shape(smollm2: str) -> None:
         s = registry.read_spec(checkpoint)
     assert (s.arch, s.num_layers, s.hidden, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab) == ("llama", 30, 576, 9, 3, 64, 49152)
     assert s.tied and s.eos_ids == (2, 0) and s.bos_id == 1 and s.max_position == 8192 and s.num_params == 134_515_008
+
+
+TEXTS = [
+    "The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at", "The three primary colours are", "In 1969,",
+    "Dear Sir or Madam,", "The mitochondria is", "1, 1, 2, 3, 5, 8,", "To make an omelette, first", "El gato", "SELECT name FROM",
+    "The opposite of hot is", "Q: What is 12 times 12?\nA:", "Roses are red,", "It was the best of times,", "import numpy as np\n",
+    "The speed of light is", "Shakespeare wrote", "🙂 means",
+]
+
+
+@pytest.mark.model
+def test_greedy_tokens_of_twenty_prompts(smollm2: str, reference: "torch.nn.Module") -> None:
+    """Every token is the oracle's own choice after the same tokens (by induction, its greedy continuation); near-ties may go either way."""
+    from octavo import LLM, SamplingParams
+
+    with LLM(smollm2, dtype="float32", max_model_len=128, max_num_seqs=20) as llm:
+        done = llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=20), use_tqdm=False)
+    checked = 0
+    for out in done:
+        sample = out.outputs[0]
+        assert len(sample.token_ids) == 64
+        table = logprobs_of(reference, [*out.prompt_token_ids, *sample.token_ids])[len(out.prompt_token_ids) - 1 : -1]
+        for row, token, ours in zip(table, sample.token_ids, sample.logprobs, strict=True):
+            best, second = np.partition(row, -2)[-1:-3:-1]
+            assert row[token] == best or best - second < 1e-3 and best - row[token] < 1e-3
+            for other, lp in ours.items():
+                assert abs(lp.logprob - row[other]) < 1e-3
+            checked += best - second >= 1e-3
+    assert checked > 1200  # of 1,280: near-ties are few
