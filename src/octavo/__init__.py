@@ -7,11 +7,12 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "octavo.engine.llm",
+    "AsyncLLM": "octavo.engine.async_engine",
     "SamplingParams": "octavo.core.sampling",
     **dict.fromkeys(("RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics"), "octavo.core.output"),
     **dict.fromkeys(
-        ("OctavoError", "ConfigError", "CheckpointError", "UnsupportedError", "WorkerDied", "RequestError", "InvalidRequest", "ContextTooLong",
-         "GrammarError", "Cancelled"), "octavo.errors",
+        ("OctavoError", "ConfigError", "CheckpointError", "UnsupportedError", "WorkerDied", "RemoteError", "RequestError", "InvalidRequest",
+         "ContextTooLong", "QueueFull", "GrammarError", "Cancelled"), "octavo.errors",
     ),
 }
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.core.output import RequestMetrics as RequestMetrics
     from octavo.core.output import RequestOutput as RequestOutput
     from octavo.core.sampling import SamplingParams as SamplingParams
+    from octavo.engine.async_engine import AsyncLLM as AsyncLLM
     from octavo.engine.llm import LLM as LLM
     from octavo.errors import Cancelled as Cancelled
     from octavo.errors import CheckpointError as CheckpointError
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from octavo.errors import GrammarError as GrammarError
     from octavo.errors import InvalidRequest as InvalidRequest
     from octavo.errors import OctavoError as OctavoError
+    from octavo.errors import QueueFull as QueueFull
+    from octavo.errors import RemoteError as RemoteError
     from octavo.errors import RequestError as RequestError
     from octavo.errors import UnsupportedError as UnsupportedError
     from octavo.errors import WorkerDied as WorkerDied

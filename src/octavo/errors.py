@@ -5,9 +5,11 @@
     ├── CheckpointError      a model file is missing, truncated, damaged or lying
     ├── UnsupportedError     a thing that is known but not (yet) served
     ├── WorkerDied           a part of the engine stopped; nothing can go on
+    ├── RemoteError          another server cannot be reached, or answers with an error
     └── RequestError         one request is at fault; the others go on
         ├── InvalidRequest   a field has an impossible value (also a ValueError)
         ├── ContextTooLong   prompt and output do not fit the context or the KV pool (also a ValueError)
+        ├── QueueFull        the bounded queue has no room now; carries retry_after, in seconds
         ├── GrammarError     a schema, regex or grammar cannot be compiled
         └── Cancelled        the caller took the request back
 
@@ -43,6 +45,10 @@ class WorkerDied(OctavoError):
     """A part of the engine stopped and cannot go on."""
 
 
+class RemoteError(OctavoError):
+    """Another server cannot be reached, or answers with an error."""
+
+
 class RequestError(OctavoError):
     """One request is at fault; the engine goes on with the others."""
 
@@ -53,6 +59,17 @@ class InvalidRequest(RequestError, ValueError):
 
 class ContextTooLong(RequestError, ValueError):
     """A prompt, or prompt and output together, exceed the context or the KV pool."""
+
+
+class QueueFull(RequestError):
+    """The bounded queue of waiting requests has no room. ``retry_after``: seconds after which to try again."""
+
+    def __init__(self, message: str, param: str | None = None, retry_after: int = 1) -> None:
+        super().__init__(message, param)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[type, tuple[str, str | None, int]]:  # type: ignore[override]
+        return type(self), (self.message, self.param, self.retry_after)
 
 
 class GrammarError(RequestError):

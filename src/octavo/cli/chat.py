@@ -1,48 +1,82 @@
-"""`octavo chat`: a conversation in the terminal."""
+"""`octavo chat`: a conversation in the terminal, with a model in this process or on an OpenAI-compatible server."""
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
 
 from octavo.cli import options as o
+from octavo.cli.remote import Piece, Remote
 
-HELP = "/clear starts anew, /system TEXT sets the system message, /again repeats the last answer's request, /exit (or Ctrl-D) ends"
+HELP = "/clear starts anew, /system TEXT sets the system message, /again answers once more, /exit (or Ctrl-D) ends"
+
+Messages = list[dict[str, str]]
+Ask = Callable[[Messages], Iterator[Piece]]  # a generator: closing it aborts the answer
 
 
+@o.engine_options()
+@o.sampling_options
 def chat(
-    model: o.Model,
+    model: Annotated[str | None, typer.Argument(
+        help="A directory, a .gguf file, a Hub id, or a short name such as smollm2. With --url: the served model's name.",
+        show_default=False, metavar="[MODEL]")] = None,
+    url: Annotated[str | None, typer.Option(help="Talk to an OpenAI-compatible server, such as http://127.0.0.1:8000.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="OCTAVO_API_KEY", show_envvar=True)] = None,
+    served: Annotated[str | None, typer.Option("--model", help="The served model's name (default: the server's first).")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_tokens: o.MaxTokens = None, temperature: o.Temperature = None, top_p: o.TopP = None, top_k: o.TopK = None, min_p: o.MinP = None,
-    seed: o.Seed = None, repetition_penalty: o.Repetition = None, stop: o.Stop = None,
-    revision: o.Revision = None, tokenizer: o.Tokenizer = None, dtype: o.Dtype = "auto", max_model_len: o.MaxModelLen = None,
-    num_kv_blocks: o.NumKvBlocks = None, kv_cache_memory_bytes: o.KvBytes = None, num_threads: o.NumThreads = None,
-    engine_seed: o.EngineSeed = 0, chat_template: o.ChatTemplate = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tell all settings at start.")] = False,
+    *, wanted: dict[str, Any], settings: dict[str, Any],
 ) -> None:
-    """Talk to a model. Answers stream, with tokens/s after each. Ctrl-C stops an answer."""
-    llm = o.load(
-        model, revision=revision, tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks,
-        kv_cache_memory_bytes=kv_cache_memory_bytes, num_threads=num_threads, seed=engine_seed, chat_template=chat_template, max_num_seqs=1,
-    )
-    with llm:
-        params = o.sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-                            repetition_penalty=repetition_penalty, stop=stop)
-        _talk(llm, params, system)
+    """Talk to a model, here or on a server. Answers stream, with tokens/s after each. Ctrl-C stops an answer."""
+    from octavo.errors import ConfigError
+
+    if url is not None:
+        if settings:
+            raise ConfigError(f"{', '.join(settings)}: the server's own settings hold with --url", next(iter(settings)))
+        if model is not None and served is not None and model != served:
+            raise ConfigError(f"two model names: {model} and {served}", "model")
+        remote = Remote(url, api_key, served or model)
+        sys.stderr.write(f"{remote.model} at {remote.url}\n")
+        _talk(lambda messages: remote.stream_chat(messages, wanted), system)
+        return
+    if served is not None:
+        raise ConfigError("--model names a model of a server, given by --url; a model to load here is given without it", "model")
+    if model is None:
+        raise ConfigError("give a MODEL to load here, or --url to talk to a server", "model")
+    with o.load(model, settings, wanted, verbose=verbose) as llm:
+        params = o.sampling(llm, wanted)
+        _talk(lambda messages: _local(llm, messages, params), system)
 
 
-def _talk(llm: Any, params: Any, system: str | None) -> None:
+def _local(llm: Any, messages: Messages, params: Any) -> Iterator[Piece]:
+    """An answer by the model in this process."""
     from octavo.errors import RequestError
+
+    count = 0
+    with closing(llm.stream_chat(messages, params)) as stream:
+        for news in stream:
+            sample = news.outputs[0]
+            count += len(sample.token_ids)
+            yield Piece(sample.text, count)
+            if sample.finish_reason == "error":
+                raise RequestError(str(sample.stop_reason))
+
+
+def _talk(ask: Ask, system: str | None) -> None:
+    """The conversation, until /exit or the end of the input."""
+    from octavo.errors import RemoteError, RequestError
 
     if sys.stdin.isatty():
         sys.stderr.write(HELP + "\n")
-    head: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    turns: list[dict[str, str]] = []
-    while True:
-        line = _read()
-        if line is None or line.strip() in ("/exit", "/quit"):
-            return
+    head: Messages = [{"role": "system", "content": system}] if system else []
+    turns: Messages = []
+    while (line := _read()) is not None:
         word, _, rest = line.strip().partition(" ")
+        if word in ("/exit", "/quit"):
+            return
         if word == "/clear":
             turns = []
         elif word == "/system":
@@ -51,16 +85,14 @@ def _talk(llm: Any, params: Any, system: str | None) -> None:
             sys.stderr.write(HELP + "\n")
         elif word == "/again" and not turns:
             sys.stderr.write("nothing to repeat yet\n")
-        elif word == "/again" or line.strip():
-            if word == "/again":
-                turns = turns[:-1]
-            else:
-                turns.append({"role": "user", "content": line})
+        elif word.startswith("/") and word != "/again":
+            sys.stderr.write(f"no command {word}. {HELP}\n")
+        elif line.strip():
+            asked = turns[:-1] if word == "/again" else [*turns, {"role": "user", "content": line}]
             try:
-                turns.append({"role": "assistant", "content": _answer(llm, [*head, *turns], params)})
-            except RequestError as error:  # too long a conversation, say: this turn is taken back
+                turns = [*asked, {"role": "assistant", "content": _answer(ask([*head, *asked]))}]
+            except (RequestError, RemoteError) as error:  # too long a conversation, say: this turn is as if it had not been
                 sys.stderr.write(f"{error.message} (/clear starts anew)\n")
-                turns.pop()
 
 
 def _read() -> str | None:
@@ -74,23 +106,24 @@ def _read() -> str | None:
         return None
 
 
-def _answer(llm: Any, messages: list[dict[str, str]], params: Any) -> str:
-    """Stream one answer; Ctrl-C ends it early and keeps what came."""
+def _answer(pieces: Iterator[Piece]) -> str:
+    """Show one answer as it streams; Ctrl-C ends it early and keeps what came."""
     started, first, count, text = time.perf_counter(), None, 0, ""
-    stream = llm.stream_chat(messages, params)
     try:
-        for piece in stream:
+        for piece in pieces:
             first = first or time.perf_counter()
-            text += piece.outputs[0].text
-            count += len(piece.outputs[0].token_ids)
-            sys.stdout.write(piece.outputs[0].text)
+            count = piece.num_tokens
+            text += piece.text
+            sys.stdout.write(piece.text)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        stream.close()  # aborts the request: its blocks are free
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+        pass
+    finally:
+        pieces.close()  # type: ignore[attr-defined]  # aborts an unfinished request: its blocks are free
+        sys.stdout.write("\n")
+        sys.stdout.flush()
     now = time.perf_counter()
     if first is not None:
-        rate = f", {(count - 1) / (now - first):.1f} tokens/s" if count > 1 else ""
+        rate = f", {(count - 1) / (now - first):.1f} tokens/s" if count > 1 and now > first else ""
         sys.stderr.write(f"[{count} tokens, first after {(first - started) * 1e3:.0f} ms{rate}]\n")
     return text

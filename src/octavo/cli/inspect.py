@@ -12,7 +12,7 @@ LENGTHS = (2048, 8192, 32768, 131072)
 
 
 def inspect(
-    model: o.Model, revision: o.Revision = None, dtype: o.Dtype = "auto",
+    model: o.Model, revision: o.Revision = None, dtype: o.Dtype = None,
     kv_cache_memory_bytes: o.KvBytes = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same facts as one JSON object.")] = False,
 ) -> None:
@@ -20,9 +20,9 @@ def inspect(
     from octavo.cli.terminal import Startup
     from octavo.weights import hub
 
-    with Startup() as startup:
+    with Startup() as startup:  # shows a download, if there is one
         path = hub.resolve(model, revision, startup.progress)
-    facts = gather(path, dtype, kv_cache_memory_bytes)
+    facts = gather(path, dtype or "auto", kv_cache_memory_bytes)
     if as_json:
         sys.stdout.write(json.dumps(facts) + "\n")
     else:
@@ -61,8 +61,8 @@ def gather(path: Any, dtype: str, kv_bytes: int | None) -> dict[str, Any]:
         "parameters": spec.num_params, "stored": stored, "stored_bytes": stored_bytes, "dtype": compute, "weight_bytes": weights,
         "kv_bytes_per_token": kv.bytes_per_token, "kv_bytes_per_block": kv.bytes_per_block, "available_bytes": available,
         "fits": left is None or left > kv.bytes_per_block, "kv_pool_blocks": blocks, "kv_pool_tokens": tokens,
-        "requests_at": {n: tokens // n for n in lengths}, "isa": chosen_isa(), "isas": native_info()["available"].split(","), "threads": allowed_threads(),
-        "compiler": native_info()["compiler"],
+        "requests_at": {n: tokens // n for n in lengths}, "isa": chosen_isa(), "isas": native_info()["available"].split(","),
+        "threads": allowed_threads(), "compiler": native_info()["compiler"],
     }
 
 

@@ -1,22 +1,23 @@
-"""The `octavo` command: one module per subcommand, imported when it is asked for (help and errors stay fast)."""
+"""The `octavo` command: one module per subcommand; what is heavy is imported inside them (help and errors stay fast)."""
 
+import os
 import sys
 
 import typer
 
+from octavo.cli import options
 from octavo.cli.chat import chat
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
 from octavo.cli.pull import pull
+from octavo.cli.serve import serve
 
 app = typer.Typer(
     name="octavo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
-    help="LLM inference on the machine you have: fast on a CPU, the same tokens always.",
+    help="LLM inference and serving on the machine you have: fast on a CPU, the same tokens always.",
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(inspect)
-app.command()(pull)
+for command in (serve, chat, generate, inspect, pull):
+    app.command()(command)
 
 
 def _version(asked: bool) -> None:
@@ -33,20 +34,25 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 
 
 def main() -> None:
-    """Run the command line; errors made on purpose end with one line and status 2 (1 when a part of the engine died)."""
-    from octavo.errors import OctavoError, WorkerDied
+    """Run the command line.
+
+    Errors made on purpose end with one line and status 2; 1 when a part of the engine died or a server failed; 130 after Ctrl-C.
+    """
+    from octavo.errors import OctavoError, RemoteError, WorkerDied
 
     try:
-        app()
+        app(prog_name="octavo")
+        sys.stdout.flush()
     except OctavoError as error:
-        field = f" [{error.param}]" if error.param else ""
-        sys.stderr.write(f"octavo: {type(error).__name__}{field}: {error.message}\n")
-        sys.exit(1 if isinstance(error, WorkerDied) else 2)
+        flag = options.flag(error.param) if error.param else None
+        sys.stderr.write(f"octavo: {error.message}{f' ({flag})' if flag and flag not in error.message else ''}\n")
+        sys.exit(1 if isinstance(error, WorkerDied | RemoteError) else 2)
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader went away: nothing more to say
+        # The reader went away: nothing more to say, nor to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
 
 

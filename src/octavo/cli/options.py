@@ -1,5 +1,12 @@
-"""Options that several commands share, under vLLM's names, and how they become an LLM."""
+"""Options that several commands share, under vLLM's names, and how they become an LLM.
 
+Each table is name → (type, option declaration). None stands for "not given" everywhere, so that defaults live in one
+place: the engine's own for settings, the model's own for sampling.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,45 +16,118 @@ if TYPE_CHECKING:
 
 ENGINE, SAMPLING = "Engine", "Sampling"
 
-Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a Hub id, or a short name such as smollm2.", show_default=False)]
+Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a Hub id, or a short name such as smollm2.", show_default=False,
+                                      metavar="MODEL")]
 Revision = Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.", rich_help_panel=ENGINE)]
-Tokenizer = Annotated[str | None, typer.Option(help="Directory or .gguf file to take the tokenizer from, if not the model.", rich_help_panel=ENGINE)]
-Dtype = Annotated[str, typer.Option(help="auto (bfloat16), bfloat16 or float32.", rich_help_panel=ENGINE)]
-MaxModelLen = Annotated[str | None, typer.Option(help="Context in tokens: 4096, 32k, auto.", rich_help_panel=ENGINE)]
-MaxNumSeqs = Annotated[int, typer.Option(help="Requests running at once.", rich_help_panel=ENGINE)]
-MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Tokens computed in one step (default 512).", rich_help_panel=ENGINE)]
-NumKvBlocks = Annotated[int | None, typer.Option(help="Blocks of 16 tokens in the KV pool.", rich_help_panel=ENGINE)]
+Dtype = Annotated[str | None, typer.Option(help="auto (bfloat16), bfloat16 or float32.", rich_help_panel=ENGINE)]
 KvBytes = Annotated[int | None, typer.Option("--kv-cache-memory-bytes", help="Bytes of the KV pool.", rich_help_panel=ENGINE)]
-NumThreads = Annotated[int | None, typer.Option(help="Threads (default: what affinity and the container allow).", rich_help_panel=ENGINE)]
-EngineSeed = Annotated[int, typer.Option("--engine-seed", help="Seed that requests without their own derive theirs from.", rich_help_panel=ENGINE)]
-ChatTemplate = Annotated[str | None, typer.Option(help="A chat template: text or the path of a .jinja file.", rich_help_panel=ENGINE)]
 
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate (default: up to the context).", rich_help_panel=SAMPLING)]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
-TopP = Annotated[float | None, typer.Option(help="Nucleus mass.", rich_help_panel=SAMPLING)]
-TopK = Annotated[int | None, typer.Option(help="Most likely tokens kept; 0: all.", rich_help_panel=SAMPLING)]
-MinP = Annotated[float | None, typer.Option(help="Least probability, relative to the best token's.", rich_help_panel=SAMPLING)]
-Seed = Annotated[int | None, typer.Option(help="Seed of the request.", rich_help_panel=SAMPLING)]
-Repetition = Annotated[float | None, typer.Option("--repetition-penalty", help="Above 1 discourages tokens seen before.", rich_help_panel=SAMPLING)]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop string; repeat for several.", rich_help_panel=SAMPLING)]
+Table = dict[str, tuple[Any, str, tuple[str, ...]]]  # name → type, help, declarations other than --its-name
+
+ENGINE_OPTIONS: Table = {
+    "dtype": (str, "auto (bfloat16), bfloat16 or float32.", ()),
+    "max_model_len": (str, "Context in tokens: 4096, 32k, auto.", ()),
+    "max_num_seqs": (int, "Sequences running at once (default 256).", ()),
+    "max_num_batched_tokens": (int, "Tokens computed in one step (default 512).", ()),
+    "num_kv_blocks": (int, "Blocks of 16 tokens in the KV pool.", ()),
+    "kv_cache_memory_bytes": (int, "Bytes of the KV pool (default: at most 4 GiB and half of the free memory).", ()),
+    "num_threads": (int, "Threads (default: what affinity and the container allow).", ()),
+    "scheduling_policy": (str, "fcfs or priority.", ()),
+    "seed": (int, "What requests without a seed derive theirs from (default 0).", ("--engine-seed",)),
+    "max_logprobs": (int, "Most alternatives per token a request may ask for (default 20; -1: all).", ()),
+    "chat_template": (str, "A chat template: text or the path of a .jinja file.", ()),
+    "generation_config": (str, "auto: the model's own sampling defaults; vllm: neutral ones.", ()),
+    "tokenizer": (str, "Directory or .gguf file to take the tokenizer from, if not the model.", ()),
+    "revision": (str, "Hub revision: branch, tag or commit.", ()),
+    "block_size": (int, "Tokens in a KV block: 16.", ()),
+    "kv_cache_dtype": (str, "auto: the compute dtype.", ()),
+    "quantization": (str, "Not served yet; GGUF types are dequantized at load.", ()),
+    "enable_prefix_caching": (bool, "Not served yet.", ("--enable-prefix-caching/--no-enable-prefix-caching",)),
+}
+
+SAMPLING_OPTIONS: Table = {
+    "max_tokens": (int, "Most tokens to generate.", ()),
+    "temperature": (float, "0 is greedy.", ()),
+    "top_p": (float, "Nucleus mass.", ()),
+    "top_k": (int, "Most likely tokens kept; 0: all.", ()),
+    "min_p": (float, "Least probability, relative to the best token's.", ()),
+    "seed": (int, "Seed of the request.", ()),
+    "repetition_penalty": (float, "Above 1 discourages tokens seen before.", ()),
+    "presence_penalty": (float, "Above 0 discourages tokens that the output has.", ()),
+    "frequency_penalty": (float, "Above 0 discourages them by their number.", ()),
+    "stop": (list[str], "Stop string; repeat for several.", ()),
+}
+
+Command = Callable[..., None]
 
 
-def load(model: str, **settings: Any) -> "LLM":
-    """The engine, with its start-up told on the terminal's error stream."""
+def engine_options(*, own_seed: bool = True) -> Callable[[Command], Command]:
+    """Give a command the engine's options; it receives those that were given as the dictionary ``settings``.
+
+    ``own_seed``: the engine's seed is --engine-seed, because --seed is the request's; otherwise it is --seed, as in vLLM.
+    """
+    table = dict(ENGINE_OPTIONS)
+    if not own_seed:
+        kind, text, _ = table["seed"]
+        table["seed"] = (kind, text, ())
+    return _extend(table, "settings", ENGINE, prefix="engine_")
+
+
+def sampling_options(command: Command) -> Command:
+    """Give a command the sampling options; it receives those that were given as the dictionary ``wanted``."""
+    return _extend(SAMPLING_OPTIONS, "wanted", SAMPLING)(command)
+
+
+def _extend(table: Table, gathered: str, panel: str, prefix: str = "") -> Callable[[Command], Command]:
+    """Typer reads a command's options off its signature: write the table's into it, and gather them again at the call."""
+
+    def extend(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            found = {name: given.pop(prefix + name) for name in table}
+            command(**given, **{gathered: {name: value for name, value in found.items() if value is not None}})
+
+        own = [each for each in inspect.signature(command).parameters.values() if each.name != gathered]
+        more = [
+            inspect.Parameter(prefix + name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
+                kind | None, typer.Option(*(names or (f"--{name.replace('_', '-')}",)), help=text, rich_help_panel=panel)])
+            for name, (kind, text, names) in table.items()
+        ]
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *more)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return extend
+
+
+def load(model: str, settings: dict[str, Any], wanted: dict[str, Any], *, verbose: bool = False) -> "LLM":
+    """The engine, with its start-up told on the terminal's error stream. Impossible sampling parameters are told before it loads.
+
+    Raises: ConfigError, CheckpointError, UnsupportedError, InvalidRequest.
+    """
     from octavo.cli.terminal import Startup
-    from octavo.engine.llm import LLM
+    from octavo.core.sampling import SamplingParams
 
-    settings = {name: value for name, value in settings.items() if value is not None}
-    with Startup() as startup:
+    SamplingParams(**wanted)
+    with Startup(verbose) as startup:
+        from octavo.engine.llm import LLM
+
         return LLM(model, report=startup, **settings)
 
 
-def sampling(llm: "LLM", **given: Any) -> Any:
-    """The model's own defaults, overridden by what was given on the command line."""
+def sampling(llm: "LLM", wanted: dict[str, Any]) -> Any:
+    """The model's own defaults, overridden by what was given on the command line. Raises: InvalidRequest."""
     import msgspec
 
     from octavo.core.sampling import SamplingParams
 
-    base = msgspec.structs.asdict(llm.get_default_sampling_params())
-    base.update({name: value for name, value in given.items() if value is not None})
-    return SamplingParams(**base)
+    return SamplingParams(**(msgspec.structs.asdict(llm.get_default_sampling_params()) | wanted))
+
+
+def flag(param: str) -> str | None:
+    """The command-line option that sets ``param``, for error messages; None when there is none of that name."""
+    for table in (ENGINE_OPTIONS, SAMPLING_OPTIONS):
+        if param in table:
+            return f"--{param.replace('_', '-')}"
+    return None

@@ -1,21 +1,29 @@
-"""How a start-up looks on a terminal: a line per phase with its time, a bar for what takes long. Written to standard error."""
+"""How a start-up looks: a line per phase with its time, a bar for what takes long, the facts below. Written to standard error."""
 
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.text import Text
+
+INDENT = 2
+TOLD = 0.01  # seconds: a phase that took less is told only when asked for everything
 
 
 class Startup:
-    """A Report (engine/report.py) for people. A context manager: leaving it takes the bar away."""
+    """A Report (engine/report.py) for people. A context manager: leaving it takes the bar away.
+
+    ``verbose`` shows the resolved settings too, which are long. Into a file or a pipe each line goes whole and without colours.
+    """
 
     def __init__(self, verbose: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False)
         self._verbose = verbose
         self._bar = Progress(
             TextColumn("  {task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-            console=self.console, transient=True,
+            console=self.console, transient=True, disable=not self.console.is_terminal,
         )
         self._tasks: dict[str, Any] = {}
 
@@ -24,6 +32,10 @@ class Startup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away. May be called twice."""
         self._bar.stop()
 
     def begin(self, phase: str) -> None:
@@ -41,8 +53,20 @@ class Startup:
         for task in self._tasks.values():
             self._bar.remove_task(task)
         self._tasks.clear()
-        self.console.print(f"  {phase} [dim]{seconds:.2f} s[/dim]")
+        if seconds >= TOLD or self._verbose:
+            self._line(Text.assemble(phase, (f"  {seconds:.2f} s", "dim")))
 
     def note(self, text: str) -> None:
-        """A fact. The resolved settings are long: they go without markup, dimmed."""
-        self.console.print(f"  {text}", style="dim", markup=False)
+        """A fact."""
+        if self._verbose or not text.startswith("settings "):
+            self._line(Text(text, style="dim"))
+
+    def _line(self, text: Text) -> None:
+        """One line; on a terminal what is too long goes on below, further in."""
+        if not self.console.is_terminal:
+            self.console.print(" " * INDENT + text.plain, markup=False, soft_wrap=True)
+            return
+        first, *rest = text.wrap(self.console, self.console.width - 2 * INDENT)
+        self.console.print(Padding(first, (0, 0, 0, INDENT)))
+        for more in rest:
+            self.console.print(Padding(more, (0, 0, 0, 2 * INDENT)))
