@@ -42,6 +42,10 @@ class ChatTemplate:
         """The names of the templates there are."""
         return list(self._sources)
 
+    def mentions(self, word: str) -> bool:
+        """Whether a template's source holds a word, such as the name of a role."""
+        return any(word in source for source in self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -1,0 +1,145 @@
+"""From an HTTP request to a checked struct: size, content type, JSON, types. What is wrong is told with the field's name."""
+
+import gc
+import json
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from octavo.server.errors import ApiError, invalid
+from octavo.server.schema import RELAXED
+from octavo.server.settings import ServerSettings
+
+T = TypeVar("T")
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*?)`", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
+_DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
+_MOST_SCANNED = 2**20  # bytes of a malformed body that are looked through once more for a NaN
+_MOST_SHOWN = 200  # characters of a client's text in a message
+
+
+async def read_json(request: Request, kind: type[T], settings: ServerSettings) -> T:
+    """The body as ``kind``. Raises: ApiError 400, 413, 415."""
+    _check_type(request)
+    body = await _read(request, settings.max_body_bytes)
+    return decode(body, RELAXED[kind] if settings.allow_unknown_fields else kind)
+
+
+def decode(body: bytes | msgspec.Raw, kind: Any, at: str = "") -> Any:
+    """JSON as ``kind``; ``at`` is the field that the text was in. Raises: ApiError 400."""
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        decoder = _DECODERS[kind] = msgspec.json.Decoder(kind)
+    # A hundred thousand containers set off the collector again and again, which takes longer than the parsing; there are no cycles in JSON.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error), at) from None
+    except RecursionError:
+        raise invalid(f"{at or 'the body'} is nested too deeply", at or None) from None
+    except msgspec.DecodeError as error:
+        raise _malformed(bytes(body), str(error), at) from None
+    except UnicodeDecodeError:
+        raise invalid(f"{at or 'the body'} is not valid UTF-8", at or None) from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def first_byte(raw: msgspec.Raw) -> bytes:
+    """What kind of JSON it is: a quote, a bracket, n for null …."""
+    return bytes(memoryview(raw)[:1])
+
+
+def shown(text: str) -> str:
+    """A client's text, cut to what fits a message."""
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
+
+
+def _check_type(request: Request) -> None:
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"the content type must be application/json, not {shown(given) or 'missing'}", "content-type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(415, f"the content encoding {shown(encoding)!r} is not served: send the body as it is", "content-encoding")
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        raise _too_large(limit, f"{declared[:20]} bytes")
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit, "more")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(limit: int, size: str) -> ApiError:
+    # What is left of the body will not be read, so the connection cannot be used again.
+    return ApiError(413, f"the body has {size}; at most {limit} bytes are accepted", code="request_too_large", headers={"Connection": "close"})
+
+
+def _invalid_field(message: str, at: str) -> ApiError:
+    found = _PATH.search(message)
+    path = found["path"] if found else ""
+    if found:
+        message = message[: found.start()]
+    for pattern in (_UNKNOWN, _MISSING):
+        if named := pattern.match(message):
+            path = f"{path}.{named['name']}" if path else named["name"]
+            path = _joined(at, path)
+            if pattern is _UNKNOWN:
+                return ApiError(400, f"unknown field {shown(path)!r}", shown(path), "unknown_parameter")
+            return invalid(f"{path} is missing", path)
+    param = _joined(at, path)
+    message = message[:1].lower() + message[1:].replace("`", "")
+    return invalid(f"{param or 'the body'}: {shown(message)}", param or None)
+
+
+def _joined(at: str, path: str) -> str:
+    return at + path if not at or path.startswith("[") else f"{at}.{path}" if path else at
+
+
+def _malformed(body: bytes, message: str, at: str) -> ApiError:
+    """Not JSON. Python writes NaN and Infinity all the same, so the field that holds one is looked for; lone surrogates too."""
+    if len(body) <= _MOST_SCANNED:
+        try:
+            found = _odd(json.loads(body, parse_constant=_Constant))
+        except (ValueError, RecursionError):
+            found = None
+        if found is not None:
+            path, what = _joined(at, found[0].removeprefix(".")), found[1]
+            return invalid(f"{path or 'the body'} {what}", path or None)
+    return invalid(f"{at or 'the body'} is not valid JSON: {message}", at or None)
+
+
+class _Constant:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _odd(value: Any, path: str = "") -> tuple[str, str] | None:
+    """Where a value holds what JSON cannot; and what."""
+    if isinstance(value, _Constant):
+        return path, f"is {value.name}, which is no JSON number"
+    if isinstance(value, str):
+        where = next((i for i, char in enumerate(value) if "\ud800" <= char <= "\udfff"), None)
+        return None if where is None else (path, f"is not valid Unicode: character {where} is a lone surrogate")
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        if isinstance(key, str) and _odd(key):
+            return path, "has a name that is not valid Unicode: it holds a lone surrogate"
+        found = _odd(child, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}")
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,202 @@
+"""What a request may ask for: fields that are known and not served, limits, and the SamplingParams that come out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
+
+import msgspec
+from msgspec import Raw
+
+from octavo.core.sampling import SamplingParams
+from octavo.errors import InvalidRequest
+from octavo.server.body import decode, first_byte, shown
+from octavo.server.errors import ApiError, invalid, unserved
+from octavo.server.schema import ROLES, ChatRequest, CompletionRequest, Generation, Json, Message, Part, TokenizeRequest, Unserved
+from octavo.server.settings import ServerSettings
+
+# The values of unserved fields that ask for nothing; null always is one.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,), "length_penalty": (1,), "response_format": ({"type": "text"},), "suffix": ("",),
+    "modalities": (["text"],), "functions": ([],), "function_call": ("none",), "tool_choice": ("none",), "reasoning_effort": ("none",),
+    "verbosity": ("medium",), "logits_processors": ([],), "vllm_xargs": ({},), "guided_decoding_backend": ("auto",),
+}
+SAMPLING = (  # fields that are SamplingParams' own; None leaves the model's default
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids",
+    "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids",
+)
+INT_LIMIT = 2**31  # whole numbers beyond it mean nothing anywhere and may not fit where they go
+_MOST_SMALL = 1000  # bytes: a harmless value of an unserved field is shorter
+_MOST_PARTS = 65_536  # of one message
+
+
+def _unserved_fields(kind: type) -> tuple[str, ...]:
+    return tuple(name for name, hint in get_type_hints(kind, include_extras=True).items() if hint == Unserved)
+
+
+UNSERVED = {kind: _unserved_fields(kind) for kind in (CompletionRequest, ChatRequest, Message, Part)}
+
+
+def check_unserved(item: Any, kind: type, where: str = "") -> None:
+    """Raises: ApiError for a field that asks for what is not served, naming it."""
+    for name in UNSERVED[kind]:
+        raw = getattr(item, name)
+        if raw is None:
+            continue
+        raw = bytes(raw).strip()
+        if raw == b"null":
+            continue
+        field = f"{where}.{name}" if where else name
+        if len(raw) > _MOST_SMALL or decode(raw, Any, field) not in HARMLESS.get(name, ()):
+            more = "; " + " and ".join(f"{shown(_json(value))} asks for nothing" for value in HARMLESS[name]) if name in HARMLESS else ""
+            raise unserved(f"{field} is known and not served by this version: leave it out{more}", field)
+
+
+def free_json(raw: Raw | None, kind: Any, field: str) -> Any:
+    """A raw field as ``kind``, or None where it is absent or null. Raises: ApiError."""
+    if raw is None or first_byte(raw) == b"n":
+        return None
+    return decode(raw, kind, field)
+
+
+def check_tools(request: ChatRequest) -> list[Json] | None:
+    """Tools for the template to show. Raises: ApiError unless tool_choice is "none": calls are not served yet."""
+    tools = free_json(request.tools, list[Json], "tools")
+    if not tools:
+        return None
+    if free_json(request.tool_choice, Any, "tool_choice") != "none":
+        raise unserved('tools are shown to the model with tool_choice "none" only: tool calls are not served by this version', "tools")
+    return list(tools)
+
+
+def sampling(
+    request: Generation, defaults: SamplingParams, settings: ServerSettings, *, max_tokens: int | None, logprobs: int | None,
+    prompt_logprobs: int | None, max_tokens_field: str = "max_tokens",
+) -> SamplingParams:
+    """The parameters that a request asks for, on top of the model's own. Raises: ApiError, naming the field."""
+    given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
+    given["stop"] = stop_strings(request.stop, settings)
+    for name in ("top_k", "min_tokens"):
+        _bound(name, given.get(name))
+    for name, value in ((max_tokens_field, max_tokens), ("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        _bound(name, value)
+    n = given.get("n", 1)
+    if n > settings.max_n:
+        raise invalid(f"n is {n}; at most {settings.max_n} answers to one prompt are given", "n")
+    if len(given.get("logit_bias", ())) > settings.max_logit_bias:
+        raise invalid(f"logit_bias has {len(given['logit_bias'])} entries; at most {settings.max_logit_bias} are accepted", "logit_bias")
+    _check_best_of(request.best_of, n)
+    given["max_tokens"] = defaults.max_tokens if max_tokens is None else max_tokens
+    if max_tokens is None and given["max_tokens"] is not None and given.get("min_tokens", 0) > given["max_tokens"]:
+        given["max_tokens"] = None  # the model's own limit gives way to what the request asks for
+    base = {name: getattr(defaults, name) for name in defaults.__struct_fields__}
+    try:
+        return SamplingParams(**(base | given | {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}))
+    except InvalidRequest as error:
+        if error.param == "max_tokens":
+            raise invalid(error.message.replace("max_tokens", max_tokens_field), max_tokens_field) from None
+        raise
+
+
+def stop_strings(raw: Raw | None, settings: ServerSettings) -> list[str]:
+    """One stop string or several. Raises: ApiError beyond the limits."""
+    if raw is None:
+        return []
+    first = first_byte(raw)
+    stops = [decode(raw, str, "stop")] if first == b'"' else decode(raw, list[str] | None, "stop") or []
+    if len(stops) > settings.max_stop:
+        raise invalid(f"stop has {len(stops)} strings; at most {settings.max_stop} are accepted", "stop")
+    for place, text in enumerate(stops):
+        if len(text) > settings.max_stop_chars:
+            raise invalid(f"stop[{place}] has {len(text)} characters; at most {settings.max_stop_chars} are accepted", "stop")
+        if not text:
+            raise invalid(f"stop[{place}] is empty: it would stop everything at once", "stop")
+    return stops
+
+
+def check_messages(messages: Sequence[Message], *, developer: bool) -> list[Json]:
+    """Messages as chat templates take them. Without ``developer`` that role becomes system.
+
+    Raises: ApiError, naming the message and its field.
+    """
+    if not messages:
+        raise invalid("messages is empty: at least one is needed", "messages")
+    return [_message(message, f"messages[{place}]", developer) for place, message in enumerate(messages)]
+
+
+def _message(message: Message, where: str, developer: bool) -> Json:
+    role = message.role
+    if role not in ROLES:
+        raise invalid(f"{where}.role is {shown(role)!r}; the roles are {', '.join(ROLES)}", f"{where}.role")
+    check_unserved(message, Message, where)
+    content = _content(message.content, f"{where}.content")
+    calls = free_json(message.tool_calls, list[Json], f"{where}.tool_calls")
+    if calls and role != "assistant":
+        raise invalid(f"{where}.tool_calls belongs to the role assistant, not {role}", f"{where}.tool_calls")
+    if content is None and message.refusal and role == "assistant":
+        content = message.refusal
+    if content is None and not calls:
+        raise invalid(f"{where}.content is missing: text, or a list of text parts", f"{where}.content")
+    rendered: Json = {"role": "system" if role == "developer" and not developer else role, "content": content}
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            rendered[name] = value
+    if calls:
+        rendered["tool_calls"] = calls
+    return rendered
+
+
+def _content(raw: Raw | None, where: str) -> Any:
+    if raw is None:
+        return None
+    first = first_byte(raw)
+    if first == b'"':
+        return decode(raw, str, where)
+    if first == b"[" and bytes(raw).count(b"{") > _MOST_PARTS and len(decode(raw, list[Raw], where)) > _MOST_PARTS:
+        raise invalid(f"{where} has more than {_MOST_PARTS} parts", where)
+    parts = decode(raw, list[Part] | None, where) if first in (b"[", b"n") else decode(raw, str | list[Part] | None, where)
+    if parts is None:
+        return None
+    return [{"type": "text", "text": _part(part, f"{where}[{place}]")} for place, part in enumerate(parts)]
+
+
+def _part(part: Part, where: str) -> str:
+    if part.type not in ("text", "refusal"):
+        raise unserved(f"{where}.type is {shown(part.type)!r}: only text parts are served", f"{where}.type")
+    check_unserved(part, Part, where)
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise invalid(f"{where}.{part.type} is missing", f"{where}.{part.type}")
+    return text
+
+
+def template_options(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """What a request hands to the chat template besides messages and tools. Raises: ApiError."""
+    continued = bool(request.continue_final_message)
+    begins = not continued if request.add_generation_prompt is None else request.add_generation_prompt
+    variables: Mapping[str, Any] | None = free_json(request.chat_template_kwargs, Json, "chat_template_kwargs")
+    return {"add_generation_prompt": begins, "continue_final_message": continued, "variables": variables}
+
+
+def check_room(length: int, asked: int | None, context: int, field: str = "max_tokens") -> None:
+    """Raises: ApiError when a prompt of ``length`` tokens and ``asked`` more go beyond the context."""
+    if asked is not None and length + asked > context:
+        raise ApiError(
+            400, f"{field} is {asked} and the prompt has {length} tokens; the context holds {context}, so {field} may be at most {context - length}",
+            field, "context_length_exceeded",
+        )
+
+
+def _check_best_of(best_of: int | None, n: int) -> None:
+    if best_of is None or best_of == n:
+        return
+    if best_of < n:
+        raise invalid(f"best_of is {best_of}, below n ({n})", "best_of")
+    raise unserved(f"best_of is {best_of}, above n ({n}): ranking answers is not served by this version", "best_of")
+
+
+def _bound(name: str, value: int | None) -> None:
+    if value is not None and abs(value) >= INT_LIMIT:
+        raise invalid(f"{name} must be below {INT_LIMIT}, not {shown(str(value))}", name)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,167 @@
+"""One request's life: prompts to the engine, news back, as one JSON body or as server-sent events. Both APIs run through here."""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.core.output import CompletionOutput, RequestOutput
+from octavo.core.sampling import SamplingParams
+from octavo.engine.inputs import Prompt
+from octavo.server.answers import PromptLogprobs, PromptTokensDetails, Usage
+from octavo.server.collect import Choice, Speller
+from octavo.server.context import Context
+from octavo.server.errors import ApiError
+from octavo.server.merge import Merged, while_connected
+from octavo.server.schema import Generation
+from octavo.server.stream import DONE, EventStream
+
+encode = msgspec.json.encode
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A checked request, ready to run: every prompt gets ``params``, and choice p·n + i is the i-th answer to prompt p."""
+
+    context: Context
+    request: Generation
+    id: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    n: int  # answers per prompt; params.n is 1 where only the prompt is wanted
+    prompt_only: bool = False  # echo with max_tokens 0: nothing is generated
+    created: int = field(default_factory=lambda: int(time.time()))
+    cached: int = 0  # prompt tokens that the cache had
+    prompt_logprobs: dict[int, PromptLogprobs | None] = field(default_factory=dict)  # by prompt
+    choices: list[Choice] = field(init=False)
+    speller: Speller = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.context.llm.tokenizer
+        self.choices = [Choice(textless=tokenizer is None) for _ in range(self.n * len(self.prompts))]
+        self.speller = Speller(tokenizer, bool(self.request.return_tokens_as_token_ids))
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        given, made = sum(len(prompt.ids) for prompt in self.prompts), sum(choice.total for choice in self.choices)
+        return Usage(given, made, given + made, PromptTokensDetails(self.cached))
+
+    def merged(self) -> Merged:
+        """The engine's news of all prompts, not started yet."""
+        llm, urgency = self.context.llm, self.request.priority or 0
+        generators: list[AsyncGenerator[RequestOutput, None]] = []
+        for prompt in self.prompts:
+            if self.prompt_only and self.params.prompt_logprobs is None:
+                generators.append(_echoed(prompt, self.n))
+                continue
+            news = llm.generate(prompt, self.params, request_id=self.context.engine_id(self.id), priority=urgency)
+            generators.append(_scored(news, prompt, self.n) if self.prompt_only else news)
+        return Merged(generators)
+
+    def take_in(self, place: int, output: RequestOutput) -> list[int]:
+        """Add a prompt's news to its choices. → which. Raises: ApiError when the engine gave a choice up."""
+        if place not in self.prompt_logprobs:
+            self.prompt_logprobs[place] = output.prompt_logprobs
+            self.cached += output.num_cached_tokens
+        touched = []
+        for news in output.outputs:
+            if news.finish_reason == "error":
+                raise ApiError(500, f"the engine failed on this request: {news.stop_reason}", code="engine_error")
+            if news.finish_reason == "abort":
+                raise ApiError(503, "the server ended this request before it was finished", code="aborted")
+            index = place * self.n + news.index
+            self.choices[index].add(news)
+            touched.append(index)
+        return touched
+
+
+class Format(Protocol):
+    """How an API writes answers."""
+
+    object: str  # of streamed chunks
+
+    def opening(self) -> list[bytes]:
+        """Choices (JSON) that a stream begins with, before there is news."""
+
+    def piece(self, index: int, *, first: bool) -> bytes:
+        """What is new of a choice, as JSON; takes it. ``first``: nothing of it was told yet."""
+
+    def whole(self) -> msgspec.Struct:
+        """The answer that is not streamed."""
+
+
+async def respond(http: Request, job: Job, form: Format) -> Response:
+    """Run a job. Raises: ApiError, OctavoError; Disconnected when the client went (then nothing runs any more)."""
+    merged = job.merged()
+    if not job.request.stream:
+        return Response(encode(await while_connected(http.receive, _gather(job, form, merged))), media_type="application/json")
+    await merged.start()
+    return EventStream(events(job, form, merged), merged.close)
+
+
+async def _gather(job: Job, form: Format, merged: Merged) -> msgspec.Struct:
+    try:
+        await merged.start()
+        async with aclosing(merged.news()) as news:
+            async for place, output in news:
+                job.take_in(place, output)
+    finally:
+        await merged.close()
+    return form.whole()
+
+
+async def events(job: Job, form: Format, merged: Merged) -> AsyncIterator[bytes]:
+    """The server-sent events of a job, some at a time. The parts that never change are encoded once."""
+    options = job.request.stream_options
+    totals = options is not None and bool(options.include_usage)
+    running = totals and options is not None and bool(options.continuous_usage_stats)
+    interval = job.context.settings.stream_interval
+    fixed = {"id": job.id, "object": form.object, "created": job.created, "model": job.context.model, "system_fingerprint": job.context.fingerprint}
+    head = b"data: " + encode(fixed)[:-1] + b',"choices":['
+    plain_tail = b'],"usage":null}\n\n' if totals else b"]}\n\n"
+
+    def tail() -> bytes:
+        return b'],"usage":' + encode(job.usage()) + b"}\n\n" if running else plain_tail
+
+    if opening := form.opening():
+        yield b"".join([head + choice + tail() for choice in opening])
+    async with aclosing(merged.news()) as news:
+        async for place, output in news:
+            out = b""
+            for index in job.take_in(place, output):
+                choice = job.choices[index]
+                if choice.ready(interval):
+                    out += head + form.piece(index, first=not choice.said) + tail()
+            if out:
+                yield out
+    if totals:
+        yield head + b'],"usage":' + encode(job.usage()) + b"}\n\n"
+    yield DONE
+
+
+async def _echoed(prompt: Prompt, n: int) -> AsyncGenerator[RequestOutput, None]:
+    """The answer that is the prompt alone: the engine is not needed."""
+    yield _nothing(prompt, n, None)
+
+
+async def _scored(news: AsyncGenerator[RequestOutput, None], prompt: Prompt, n: int) -> AsyncGenerator[RequestOutput, None]:
+    """The prompt's log-probabilities, without the one token that the engine makes after them."""
+    scores: Any = None
+    cached = 0
+    async with aclosing(news):
+        async for output in news:
+            if any(sample.finish_reason in ("error", "abort") for sample in output.outputs):
+                yield output
+                return
+            scores, cached = scores or output.prompt_logprobs, output.num_cached_tokens
+    yield _nothing(prompt, n, scores, cached)
+
+
+def _nothing(prompt: Prompt, n: int, scores: Any, cached: int = 0) -> RequestOutput:
+    outputs = [CompletionOutput(index, "", [], finish_reason="length") for index in range(n)]
+    return RequestOutput("", prompt.text, prompt.ids, scores, outputs, True, cached)

@@ -1,0 +1,91 @@
+"""The small routes: models, tokenize, detokenize, health, version, load, metrics."""
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidRequest
+from octavo.server.answers import DetokenizeResponse, Health, Load, ModelCard, ModelList, TokenizeResponse, Version
+from octavo.server.body import read_json
+from octavo.server.context import Context
+from octavo.server.errors import invalid
+from octavo.server.fields import check_messages, free_json, template_options
+from octavo.server.schema import DetokenizeRequest, Json, TokenizeRequest
+
+
+def reply(body: msgspec.Struct, status: int = 200) -> Response:
+    """A struct as JSON."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def models(context: Context, http: Request) -> Response:
+    """GET /v1/models."""
+    return reply(ModelList("list", [_card(context, name) for name in context.names]))
+
+
+async def model(context: Context, http: Request) -> Response:
+    """GET /v1/models/{id}; an id may hold slashes."""
+    name = http.path_params["model_id"]
+    context.check_model(name)
+    return reply(_card(context, name))
+
+
+def _card(context: Context, name: str) -> ModelCard:
+    return ModelCard(name, "model", context.created, "octavo", str(context.llm.config.model.model), None, context.llm.max_model_len)
+
+
+async def tokenize(context: Context, http: Request) -> Response:
+    """POST /tokenize: token ids of a prompt, or of messages as the chat template renders them."""
+    request = await read_json(http, TokenizeRequest, context.settings)
+    llm = context.llm
+    context.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    special = request.add_special_tokens
+    if request.messages is not None:
+        messages = check_messages(request.messages, developer=llm.template is not None and llm.template.mentions("developer"))
+        tools = free_json(request.tools, list[Json], "tools")
+        text = await llm.render(messages, tools=tools, **template_options(request))
+        ids = await asyncio.to_thread(llm.inputs.encode, text, "messages", add_special_tokens=bool(special))
+    else:
+        ids = await asyncio.to_thread(llm.inputs.encode, request.prompt, "prompt", add_special_tokens=special is not False)
+    strings = [llm.tokenizer.id_to_token(token) or "" for token in ids] if request.return_token_strs else None
+    return reply(TokenizeResponse(len(ids), llm.max_model_len, ids, strings))
+
+
+async def detokenize(context: Context, http: Request) -> Response:
+    """POST /detokenize: the text of token ids, special tokens spelled out."""
+    request = await read_json(http, DetokenizeRequest, context.settings)
+    llm = context.llm
+    context.check_model(request.model)
+    if llm.tokenizer is None:
+        raise InvalidRequest("this model came without a tokenizer", "tokens")
+    for place, token in enumerate(request.tokens):
+        if not 0 <= token < llm.vocab_size:
+            raise invalid(f"tokens[{place}] is {str(token)[:40]}; the vocabulary has the ids 0 to {llm.vocab_size - 1}", "tokens")
+    return reply(DetokenizeResponse(await asyncio.to_thread(llm.tokenizer.decode, request.tokens, skip_special_tokens=False)))
+
+
+async def health(context: Context, http: Request) -> Response:
+    """GET /health: 200 while the engine lives and waiting work makes progress, else 503 with the reason."""
+    reason = context.llm.health()
+    return reply(Health("ok")) if reason is None else reply(Health("unhealthy", reason), 503)
+
+
+async def ping(context: Context, http: Request) -> Response:
+    """GET /ping: whether this process answers at all."""
+    return reply(Health("ok"))
+
+
+async def version(context: Context, http: Request) -> Response:
+    """GET /version."""
+    from octavo import __version__
+
+    return reply(Version(__version__))
+
+
+async def load(context: Context, http: Request) -> Response:
+    """GET /load: how many requests are open."""
+    return reply(Load(context.llm.num_open))
