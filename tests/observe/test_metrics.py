@@ -83,7 +83,8 @@ def test_gauges_counters_and_info() -> None:
 def test_names_buckets_and_labels_are_those_that_dashboards_use() -> None:
     lines = set(made().render()[0].decode().splitlines())
     assert {
-        "# TYPE octavo:num_requests_running gauge", "# TYPE octavo:prompt_tokens_total counter", "# TYPE octavo:inter_token_latency_seconds histogram",
+        "# TYPE octavo:num_requests_running gauge", "# TYPE octavo:prompt_tokens_total counter",
+        "# TYPE octavo:inter_token_latency_seconds histogram",
         'octavo:request_success_total{engine="0",finished_reason="abort",model_name="octavo-test"} 0.0',
         'octavo:time_to_first_token_seconds_bucket{engine="0",le="0.04",model_name="octavo-test"} 0.0',
     } <= lines

@@ -1,12 +1,13 @@
 import asyncio
 import logging
 
+from tests.observe.test_metrics import CONFIG, STATS, step
+
 from octavo.core.output import Delta
 from octavo.core.sampling import SamplingParams
 from octavo.engine.messages import EngineStats
 from octavo.observe.metrics import Metrics
 from octavo.observe.traffic import Traffic
-from tests.observe.test_metrics import CONFIG, STATS, step
 
 
 class Clock:

@@ -67,14 +67,9 @@ def gather(path: Any, dtype: str, kv_bytes: int | None) -> dict[str, Any]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    from octavo.cli.terminal import columns
     from octavo.runner.memory import size
 
-    table = Table(box=None, show_header=False, padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
     window = f", sliding window {facts['sliding_window']}" if facts["sliding_window"] else ""
     rows = [
         ("model", facts["path"]),
@@ -93,6 +88,4 @@ def _print(facts: dict[str, Any]) -> None:
         ("instruction set", f"{facts['isa']} (available: {', '.join(facts['isas'])}), {facts['threads']} threads"),
         ("native library", f"compiled by {facts['compiler']}"),
     ]
-    for name, text in rows:
-        table.add_row(name, text)
-    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(table)
+    sys.stdout.write(columns(rows))

@@ -1,6 +1,5 @@
 """The `octavo` command: one module per subcommand; what is heavy is imported inside them (help and errors stay fast)."""
 
-import os
 import sys
 
 import typer
@@ -36,24 +35,16 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 def main() -> None:
     """Run the command line.
 
-    Errors made on purpose end with one line and status 2; 1 when a part of the engine died or a server failed; 130 after Ctrl-C.
+    Errors made on purpose end with one line and status 2; 1 when a part of the engine died or a server failed.
     """
     from octavo.errors import OctavoError, RemoteError, WorkerDied
 
     try:
-        app(prog_name="octavo")
-        sys.stdout.flush()
+        app(prog_name="octavo")  # which also sees to Ctrl-C (status 130) and to a reader that left (status 1)
     except OctavoError as error:
         flag = options.flag(error.param) if error.param else None
         sys.stderr.write(f"octavo: {error.message}{f' ({flag})' if flag and flag not in error.message else ''}\n")
         sys.exit(1 if isinstance(error, WorkerDied | RemoteError) else 2)
-    except KeyboardInterrupt:
-        sys.stderr.write("\n")
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader went away: nothing more to say, nor to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
 if __name__ == "__main__":

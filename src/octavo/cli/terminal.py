@@ -1,5 +1,9 @@
 """How a start-up looks: a line per phase with its time, a bar for what takes long, the facts below. Written to standard error."""
 
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +14,18 @@ from rich.text import Text
 
 INDENT = 2
 TOLD = 0.01  # seconds: a phase that took less is told only when asked for everything
+
+
+def columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and facts side by side. On a terminal long facts go on below themselves; into a file or a pipe each row is one line."""
+    width = max(len(name) for name, _ in rows) + 2
+    room = shutil.get_terminal_size().columns - INDENT - width - 1 if sys.stdout.isatty() else sys.maxsize
+    lines = []
+    for name, fact in rows:
+        first, *more = textwrap.wrap(fact, max(room, 20)) or [""]
+        lines.append(f"{'':{INDENT}}{name:{width}}{first}")
+        lines.extend(f"{'':{INDENT + width}}{line}" for line in more)
+    return "\n".join(lines) + "\n"
 
 
 class Startup:
