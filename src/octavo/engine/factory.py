@@ -1,23 +1,20 @@
 """Wires an engine: source → spec → provider → weights → KV pool → runner → scheduler → EngineCore. The only file that does.
 
-Start-up is told to a Report as it happens; nothing is printed here.
+``build`` makes everything in this process; ``build_core`` the half that computes, without a word of text, for an engine
+process of its own. Start-up is told to a Report as it happens; nothing is printed here.
 """
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config
-from octavo.core.sampling import SamplingParams
 from octavo.engine.core import EngineCore
-from octavo.engine.report import Report
-from octavo.errors import CheckpointError, ConfigError, InvalidRequest, UnsupportedError
+from octavo.engine.report import Report, phase
+from octavo.errors import ConfigError, UnsupportedError
 from octavo.kv.manager import KvManager
 from octavo.kv.prefix import make_prefix_index
 from octavo.kv.spec import DTYPE_BYTES, KvSpec
@@ -26,58 +23,70 @@ from octavo.models.spec import ModelSpec
 from octavo.runner.memory import Ledger, available_memory, default_num_blocks, size
 from octavo.runner.runner import Runner
 from octavo.scheduler.scheduler import Scheduler
-from octavo.text.chat_template import ChatTemplate
-from octavo.text.tokenizer import load_tokenizer
 from octavo.weights import hub
-from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    from octavo.engine.textside import TextSide
 
 HEAD_TILE = 64  # rows of logits at once
-SAMPLING_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")  # vLLM's choice of keys
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 @dataclass(frozen=True, slots=True)
-class TextSide:
-    """What turns text into tokens and back; the server's process will hold it, the engine's never."""
-
-    tokenizer: Any | None  # None: the checkpoint has none
-    end_ids: tuple[int, ...]  # the tokens that end an answer, the model's and the tokenizer's
-    defaults: SamplingParams  # the model's own sampling parameters
-    template: ChatTemplate | None  # None: without a tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """A wired engine."""
+class CoreSide:
+    """A wired engine, all but the text."""
 
     core: EngineCore
+    scheduler: Scheduler  # the core's, for its counts
     config: Config  # final
     spec: ModelSpec
-    text: TextSide
     ledger: Ledger
     isa: str  # the instruction-set variant of the native kernels, or the other backend's name
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A wired engine with its text side, in one process."""
+
+    core: EngineCore
+    config: Config  # final
+    spec: ModelSpec
+    text: "TextSide"
+    ledger: Ledger
+    isa: str
+
+
 def build(config: Config, report: Report) -> Engine:
     """Make an engine. Raises: ConfigError, CheckpointError, UnsupportedError."""
-    with _phase(report, "finding the model"):
+    from octavo.engine.textside import load_text  # the engine's own process never needs it
+
+    with phase(report, "finding the model"):
         path = hub.resolve(config.model.model, config.model.revision, report.progress)
     with open_checkpoint(path) as checkpoint:
         spec = registry.read_spec(checkpoint)
-        dtype, stored = compute_dtype(config), stored_types(checkpoint)
-        context_asked(config, spec)  # an impossible setting is told before the weights are read
-        with _phase(report, "reading the tokenizer"):
+        compute_dtype(config), context_asked(config, spec)  # an impossible setting is told before anything is read
+        with phase(report, "reading the tokenizer"):
             text = load_text(config, path, checkpoint, spec)
-        with _phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
-            provider = make_provider(config, dtype)
-            model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"))
-    with _phase(report, "preparing the KV pool and the program"):
+        side = build_core(config, checkpoint, spec, report)
+    if text.tokenizer is None:
+        report.note("no tokenizer came with the model: prompts must be token ids, and outputs have no text")
+    return Engine(side.core, side.config, spec, text, side.ledger, side.isa)
+
+
+def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: Report) -> CoreSide:
+    """Make the half of an engine that computes. Raises: ConfigError, CheckpointError, UnsupportedError."""
+    dtype, stored = compute_dtype(config), stored_types(checkpoint)
+    context_asked(config, spec)  # an impossible setting is told before the weights are read
+    with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
+        provider = make_provider(config, dtype)
+        model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"))
+    with phase(report, "preparing the KV pool and the program"):
         kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, config.kv.block_size)
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
         runner = _make_runner(final, provider, model, kv_spec)
     kv = KvManager(_blocks(final), final.kv.block_size, make_prefix_index(final.kv.enable_prefix_caching))
-    core = EngineCore(Scheduler(final.scheduler, kv), runner)
+    scheduler = Scheduler(final.scheduler, kv)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
@@ -86,9 +95,7 @@ def build(config: Config, report: Report) -> Engine:
     report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
     for line in (*_summary(final, spec, kv_spec, provider), ledger.line()):
         report.note(line)
-    if text.tokenizer is None:
-        report.note("no tokenizer came with the model: prompts must be token ids, and outputs have no text")
-    return Engine(core, final, spec, text, ledger, getattr(provider, "isa", config.runner.backend))
+    return CoreSide(EngineCore(scheduler, runner), scheduler, final, spec, ledger, getattr(provider, "isa", config.runner.backend))
 
 
 def compute_dtype(config: Config) -> str:
@@ -172,42 +179,6 @@ def make_provider(config: Config, dtype: str) -> Any:
     return NativeProvider(dtype, num_threads=config.runner.num_threads)
 
 
-def load_text(config: Config, path: Path, checkpoint: Any, spec: ModelSpec) -> TextSide:
-    """Tokenizer, end tokens and sampling defaults. Raises: CheckpointError, UnsupportedError."""
-    if config.model.tokenizer is not None:
-        path = hub.resolve(config.model.tokenizer, config.model.revision if "/" in config.model.tokenizer else None)
-        checkpoint = open_checkpoint(path) if path.is_file() else None
-    metadata = getattr(checkpoint, "metadata", None) if path.is_file() else None
-    has_one = "tokenizer.ggml.model" in metadata if metadata is not None else any((path / name).exists() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(path, metadata) if has_one or config.model.tokenizer is not None else None
-    ends = (*spec.eos_ids, *(() if tokenizer is None else tokenizer.end_ids))
-    generation = getattr(checkpoint, "generation_config", None) if config.model.generation_config else None
-    override = None if config.model.chat_template is None else read_template(config.model.chat_template)
-    template = None if tokenizer is None else ChatTemplate.of(tokenizer, override)
-    return TextSide(tokenizer, tuple(dict.fromkeys(token for token in ends if token < spec.vocab)), sampling_defaults(generation), template)
-
-
-def read_template(given: str) -> str:
-    """The setting chat_template: a file's path, or the template itself. Raises: ConfigError."""
-    try:
-        if "{" not in given:
-            return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template is neither a template nor a file that can be read: {error}", "chat_template") from None
-    return given
-
-
-def sampling_defaults(generation: dict[str, Any] | None) -> SamplingParams:
-    """The sampling parameters that generation_config.json asks for. Raises: CheckpointError for impossible ones."""
-    found = {name: generation[name] for name in SAMPLING_DEFAULTS if generation and generation.get(name) is not None}
-    if "max_new_tokens" in found:
-        found["max_tokens"] = found.pop("max_new_tokens")
-    try:
-        return SamplingParams(**found)
-    except InvalidRequest as error:
-        raise CheckpointError(f"generation_config.json: {error.message}", error.param) from error
-
-
 def activation_bytes(spec: ModelSpec, config: Config) -> int:
     """An estimate of the forward pass's buffers at the largest step: one layer's, the residual stream, one tile of logits."""
     act = DTYPE_BYTES[config.model.dtype]
@@ -245,11 +216,3 @@ def _summary(config: Config, spec: ModelSpec, kv_spec: KvSpec, provider: Any) ->
            f"{tokens / context:.1f} requests of full length at once")
     cut = f", cut from {spec.max_position} to what the KV pool holds" if context == tokens < spec.max_position else f" of {spec.max_position}"
     yield f"context {context} tokens{cut if context < spec.max_position else ''}"
-
-
-@contextmanager
-def _phase(report: Report, name: str) -> Iterator[None]:
-    began = time.perf_counter()
-    report.begin(name)
-    yield
-    report.end(name, time.perf_counter() - began)

@@ -1,6 +1,9 @@
 """How a start-up is told: to a Report, by default the log."""
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -39,3 +42,12 @@ class LogReport:
     def note(self, text: str) -> None:
         """One line."""
         self._logger.info("%s", text)
+
+
+@contextmanager
+def phase(report: Report, name: str) -> Iterator[None]:
+    """Tell the beginning of a phase and, when it went well, its end with its time."""
+    began = time.perf_counter()
+    report.begin(name)
+    yield
+    report.end(name, time.perf_counter() - began)
