@@ -76,7 +76,12 @@ class ScriptedLLM:
     async def render(self, messages: Any, **options: Any) -> str:
         return self.template.render(messages, **options)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+        if self.script and isinstance(self.script[0], Exception):  # refused at once, as the engine does
+            raise self.script[0]
+        return self._generate(prompt, params, request_id)
+
+    async def _generate(self, prompt: Prompt, params: SamplingParams, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         answer = Answer(request_id, prompt, params, self.tokenizer, 0.0)
         self.num_open += 1
         try:
@@ -98,7 +103,9 @@ class ScriptedLLM:
 
     def _delta(self, name: str, prompt: Prompt, params: SamplingParams, ids: Sequence[int], first: bool, last: bool) -> Delta:
         def rows(tokens: Sequence[int], wanted: int | None) -> list[LogprobRow] | None:
-            return None if wanted is None else [LogprobRow(t, -0.5 - t / 1000, 1, [t, 255 - t][:wanted], [-0.5 - t / 1000, -3.0][:wanted]) for t in tokens]
+            if wanted is None:
+                return None
+            return [LogprobRow(t, -0.5 - t / 1000, 1, [t, 255 - t][:wanted], [-0.5 - t / 1000, -3.0][:wanted]) for t in tokens]
 
         scores = rows(prompt.ids[1:], params.prompt_logprobs) if first else None
         return Delta(name, list(ids), rows(ids, params.logprobs), scores, self.finish if last else None)

@@ -29,6 +29,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     """
     llm, settings = context.llm, context.settings
     context.check_model(request.model)
+    answer_id = context.new_id("chatcmpl", request.request_id, http)
     tools = check_tools(request)
     check_unserved(request, ChatRequest)
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -46,7 +47,6 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     room = llm.max_model_len - (asked or 1)
     prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens))
     check_room(len(prompt.ids), asked, llm.max_model_len, field)
-    answer_id = context.new_id("chatcmpl", request.request_id, http)
     return Job(context, request, answer_id, [prompt], params, params.n), _lead(request, messages)
 
 

@@ -31,6 +31,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     """Check everything, tokenize, and nothing more. Raises: ApiError, RequestError, QueueFull (before tokenizing)."""
     llm, settings = context.llm, context.settings
     context.check_model(request.model)
+    answer_id = context.new_id("cmpl", request.request_id, http)
     check_unserved(request, CompletionRequest)
     prompt_only = request.max_tokens == 0
     if prompt_only and not request.echo:
@@ -56,7 +57,6 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     n = params.n
     if prompt_only:  # one run scores the prompt for all n
         params = msgspec.structs.replace(params, n=1, logprobs=None)
-    answer_id = context.new_id("cmpl", request.request_id, http)
     return Job(context, request, answer_id, prompts, params, n, prompt_only)
 
 

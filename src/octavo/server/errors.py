@@ -2,7 +2,7 @@
 
 import msgspec
 
-from octavo.errors import ContextTooLong, OctavoError, RequestError, UnsupportedError, WorkerDied
+from octavo.errors import ContextTooLong, OctavoError, QueueFull, RequestError, UnsupportedError, WorkerDied
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -57,8 +57,8 @@ def api_error(error: Exception) -> ApiError | None:
         return error
     if not isinstance(error, OctavoError):
         return None
-    if (seconds := getattr(error, "retry_after", None)) is not None:
-        headers = {"Retry-After": str(max(1, round(seconds)))}
+    if isinstance(error, QueueFull):
+        headers = {"Retry-After": str(max(1, round(error.retry_after)))}
         return ApiError(429, error.message, error.param, "rate_limit_exceeded", kind=OVERLOADED, headers=headers)
     if isinstance(error, ContextTooLong):
         return ApiError(400, error.message, error.param, "context_length_exceeded")

@@ -74,8 +74,8 @@ def sampling(
     """The parameters that a request asks for, on top of the model's own. Raises: ApiError, naming the field."""
     given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
     given["stop"] = stop_strings(request.stop, settings)
-    for name in ("top_k", "min_tokens"):
-        _bound(name, given.get(name))
+    for name in ("top_k", "min_tokens", "priority"):
+        _bound(name, getattr(request, name))
     for name, value in ((max_tokens_field, max_tokens), ("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         _bound(name, value)
     n = given.get("n", 1)

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -51,16 +51,20 @@ class Job:
         given, made = sum(len(prompt.ids) for prompt in self.prompts), sum(choice.total for choice in self.choices)
         return Usage(given, made, given + made, PromptTokensDetails(self.cached))
 
-    def merged(self) -> Merged:
-        """The engine's news of all prompts, not started yet."""
+    async def start(self) -> Merged:
+        """Hand every prompt to the engine. Raises: what it refuses one with; then none is left running."""
         llm, urgency = self.context.llm, self.request.priority or 0
         generators: list[AsyncGenerator[RequestOutput, None]] = []
-        for prompt in self.prompts:
-            if self.prompt_only and self.params.prompt_logprobs is None:
-                generators.append(_echoed(prompt, self.n))
-                continue
-            news = llm.generate(prompt, self.params, request_id=self.context.engine_id(self.id), priority=urgency)
-            generators.append(_scored(news, prompt, self.n) if self.prompt_only else news)
+        try:
+            for prompt in self.prompts:
+                if self.prompt_only and self.params.prompt_logprobs is None:
+                    generators.append(_unrun(prompt))
+                else:
+                    generators.append(llm.generate(prompt, self.params, request_id=self.context.engine_id(self.id), priority=urgency))
+        except BaseException:
+            for generator in generators:
+                await generator.aclose()
+            raise
         return Merged(generators)
 
     def take_in(self, place: int, output: RequestOutput) -> list[int]:
@@ -69,7 +73,7 @@ class Job:
             self.prompt_logprobs[place] = output.prompt_logprobs
             self.cached += output.num_cached_tokens
         touched = []
-        for news in output.outputs:
+        for news in self._answers(output):
             if news.finish_reason == "error":
                 raise ApiError(500, f"the engine failed on this request: {news.stop_reason}", code="engine_error")
             if news.finish_reason == "abort":
@@ -78,6 +82,13 @@ class Job:
             self.choices[index].add(news)
             touched.append(index)
         return touched
+
+
+    def _answers(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The news of the n answers; where only the prompt is wanted, the one token that the engine needs to score it is no news."""
+        if not self.prompt_only or any(sample.finish_reason in ("error", "abort") for sample in output.outputs):
+            return output.outputs
+        return [CompletionOutput(index, "", [], finish_reason="length") for index in range(self.n)] if output.finished else []
 
 
 class Format(Protocol):
@@ -97,16 +108,15 @@ class Format(Protocol):
 
 async def respond(http: Request, job: Job, form: Format) -> Response:
     """Run a job. Raises: ApiError, OctavoError; Disconnected when the client went (then nothing runs any more)."""
-    merged = job.merged()
     if not job.request.stream:
-        return Response(encode(await while_connected(http.receive, _gather(job, form, merged))), media_type="application/json")
-    await merged.start()
+        return Response(encode(await while_connected(http.receive, _gather(job, form))), media_type="application/json")
+    merged = await job.start()
     return EventStream(events(job, form, merged), merged.close)
 
 
-async def _gather(job: Job, form: Format, merged: Merged) -> msgspec.Struct:
+async def _gather(job: Job, form: Format) -> msgspec.Struct:
+    merged = await job.start()
     try:
-        await merged.start()
         async with aclosing(merged.news()) as news:
             async for place, output in news:
                 job.take_in(place, output)
@@ -144,24 +154,6 @@ async def events(job: Job, form: Format, merged: Merged) -> AsyncIterator[bytes]
     yield DONE
 
 
-async def _echoed(prompt: Prompt, n: int) -> AsyncGenerator[RequestOutput, None]:
-    """The answer that is the prompt alone: the engine is not needed."""
-    yield _nothing(prompt, n, None)
-
-
-async def _scored(news: AsyncGenerator[RequestOutput, None], prompt: Prompt, n: int) -> AsyncGenerator[RequestOutput, None]:
-    """The prompt's log-probabilities, without the one token that the engine makes after them."""
-    scores: Any = None
-    cached = 0
-    async with aclosing(news):
-        async for output in news:
-            if any(sample.finish_reason in ("error", "abort") for sample in output.outputs):
-                yield output
-                return
-            scores, cached = scores or output.prompt_logprobs, output.num_cached_tokens
-    yield _nothing(prompt, n, scores, cached)
-
-
-def _nothing(prompt: Prompt, n: int, scores: Any, cached: int = 0) -> RequestOutput:
-    outputs = [CompletionOutput(index, "", [], finish_reason="length") for index in range(n)]
-    return RequestOutput("", prompt.text, prompt.ids, scores, outputs, True, cached)
+async def _unrun(prompt: Prompt) -> AsyncGenerator[RequestOutput, None]:
+    """The answer to a prompt that needs no engine: it is only echoed."""
+    yield RequestOutput("", prompt.text, prompt.ids, finished=True)

@@ -26,34 +26,16 @@ class Merged:
     def __init__(self, generators: Sequence[AsyncGenerator[RequestOutput, None]]) -> None:
         self._generators = generators
         self._queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=1)
-        self._tasks: list[asyncio.Task[Any]] = []
-        self._failures: list[Exception] = []
-
-    async def start(self) -> None:
-        """Hand the requests to the engine. Raises: what it refuses them with (then none is left running)."""
-        one = len(self._generators) == 1
-        steps = [anext(self._generators[0], None)] if one else [self._pump(*pair) for pair in enumerate(self._generators)]
-        self._tasks = [asyncio.ensure_future(step) for step in steps]
-        try:
-            await asyncio.sleep(0)  # one turn of the loop: each generator has run up to its first wait
-            if one and self._tasks[0].done():
-                self._tasks[0].result()
-            if self._failures:
-                raise self._failures[0]
-        except BaseException:
-            await self.close()
-            raise
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def news(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Everything that comes, until every generator has ended. Raises: what a generator raises."""
         if len(self._generators) == 1:  # without a queue between: this is what most streams are
-            first = await self._tasks[0]
-            if first is not None:
-                yield 0, first
-                async for output in self._generators[0]:
-                    yield 0, output
+            async for output in self._generators[0]:
+                yield 0, output
             return
-        unfinished = len(self._generators)
+        self._tasks = [asyncio.ensure_future(self._pump(*pair)) for pair in enumerate(self._generators)]
+        unfinished = len(self._tasks)
         while unfinished:
             index, item = await self._queue.get()
             if isinstance(item, Exception):
@@ -80,7 +62,6 @@ class Merged:
             async for output in generator:
                 await self._queue.put((index, output))
         except Exception as error:
-            self._failures.append(error)
             await self._queue.put((index, error))
         else:
             await self._queue.put((index, None))

@@ -49,7 +49,7 @@ async def tokenize(llm: "AsyncLLM", given: str | list[int], request: Generation,
     """One prompt as checked token ids; ``room`` is what truncate_prompt_tokens=-1 leaves of it. Raises: RequestError, ApiError."""
     keep = request.truncate_prompt_tokens
     if keep is None:
-        return llm.inputs.prompt(given) if isinstance(given, list) else await llm.tokenize(given, add_special_tokens=special)
+        return _checked(llm, given, None) if isinstance(given, list) else await llm.tokenize(given, add_special_tokens=special)
     if keep == 0 or keep < -1:
         raise invalid(f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, not {keep}", "truncate_prompt_tokens")
     keep = room if keep == -1 else keep
@@ -62,7 +62,14 @@ async def tokenize(llm: "AsyncLLM", given: str | list[int], request: Generation,
         kept = ids[-keep:]
     else:
         raise invalid(f'truncation_side must be "left" or "right", not {request.truncation_side!r}', "truncation_side")
-    return llm.inputs.prompt({"prompt": given if len(kept) == len(ids) and isinstance(given, str) else None, "prompt_token_ids": kept})
+    return _checked(llm, kept, given if len(kept) == len(ids) and isinstance(given, str) else None)
+
+
+def _checked(llm: "AsyncLLM", ids: list[int], text: str | None) -> Prompt:
+    try:
+        return llm.inputs.prompt({"prompt": text, "prompt_token_ids": ids})
+    except RequestError as error:  # in a request the field has another name
+        raise type(error)(error.message.replace("prompt_token_ids", "prompt"), "prompt") from None
 
 
 async def each(prompts: Sequence[Any], work: Callable[[Any], Awaitable[Prompt]]) -> list[Prompt]:
