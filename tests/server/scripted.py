@@ -9,6 +9,7 @@ from octavo.core.sampling import SamplingParams
 from octavo.engine.inputs import Inputs, Prompt
 from octavo.engine.outputs import Answer
 from octavo.engine.settings import make_config
+from octavo.errors import ContextTooLong
 from octavo.text.chat_template import ChatTemplate
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -61,6 +62,7 @@ class ScriptedLLM:
         self.tokenized = 0
         self.refusal: Exception | None = None
         self.hold: asyncio.Event | None = None  # waited for before each delta
+        self.steps: int | None = None  # deltas until the hold is closed again
 
     def health(self) -> str | None:
         return self.reason
@@ -71,6 +73,8 @@ class ScriptedLLM:
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> Prompt:
         self.tokenized += 1
+        if len(prompt) > 16 * self.max_model_len:  # what no tokenization could make fit
+            raise ContextTooLong("far too long", "prompt")
         return self.inputs.prompt(prompt, add_special_tokens=add_special_tokens)
 
     async def render(self, messages: Any, **options: Any) -> str:
@@ -90,6 +94,10 @@ class ScriptedLLM:
                     raise ids
                 if self.hold is not None:
                     await self.hold.wait()
+                    if self.steps is not None:
+                        self.steps -= 1
+                        if self.steps <= 0:
+                            self.hold.clear()
                 last = place == len(self.script) - 1
                 for index in range(params.n):
                     if answer.samples[index].finish_reason is None:
@@ -105,7 +113,7 @@ class ScriptedLLM:
         def rows(tokens: Sequence[int], wanted: int | None) -> list[LogprobRow] | None:
             if wanted is None:
                 return None
-            return [LogprobRow(t, -0.5 - t / 1000, 1, [t, 255 - t][:wanted], [-0.5 - t / 1000, -3.0][:wanted]) for t in tokens]
+            return [LogprobRow(t, -0.5 - t / 1000, 1, [t, abs(255 - t)][:wanted], [-0.5 - t / 1000, -3.0][:wanted]) for t in tokens]
 
         scores = rows(prompt.ids[1:], params.prompt_logprobs) if first else None
         return Delta(name, list(ids), rows(ids, params.logprobs), scores, self.finish if last else None)
