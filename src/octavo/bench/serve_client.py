@@ -30,7 +30,10 @@ class Job:
 
 @dataclass(slots=True)
 class Result:
-    """What came of a job. Times are of the monotonic clock. ``end``: done, dropped (by us) or broken (by the server)."""
+    """What came of a job. Times are of the monotonic clock.
+
+    ``end``: done; failed (a whole answer, but a stream without its [DONE]: the last event is an error); broken (cut off); dropped (by us).
+    """
 
     key: Any
     sent: float
@@ -97,8 +100,8 @@ class _Stream:
                 if self.job.drop_after is not None and len(result.stamps) >= self.job.drop_after:
                     result.end = "dropped"
                     return self._over(now)
-        elif ended:
-            result.end = "done"
+        if ended and result.end == "broken":
+            result.end = "failed" if self._stream else "done"
         return self._over(now) if ended else False
 
     def _over(self, now: float) -> bool:

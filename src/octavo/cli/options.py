@@ -58,6 +58,8 @@ SAMPLING_OPTIONS: Table = {
     "stop": (list[str], "Stop string; repeat for several.", ()),
 }
 
+OTHERS = ("host", "port", "uds", "api_key", "url", "prompt", "prompts_file")  # of single commands
+
 Command = Callable[..., None]
 
 
@@ -127,7 +129,5 @@ def sampling(llm: "LLM", wanted: dict[str, Any]) -> Any:
 
 def flag(param: str) -> str | None:
     """The command-line option that sets ``param``, for error messages; None when there is none of that name."""
-    for table in (ENGINE_OPTIONS, SAMPLING_OPTIONS):
-        if param in table:
-            return f"--{param.replace('_', '-')}"
-    return None
+    known = param in ENGINE_OPTIONS or param in SAMPLING_OPTIONS or param in OTHERS
+    return f"--{param.replace('_', '-')}" if known else None
