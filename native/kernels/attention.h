@@ -22,7 +22,15 @@ struct QueryTile {
     bool begun[QROWS];
 };
 
-constexpr int TILE_ROWS_MIN = 5;  // fewer rows do not pay for matrix units
+// Whether this tile's products go to matrix units; few rows do not pay for it.
+template <class E> FN bool matrix_units(const QueryTile &tile) {
+#ifdef OCTAVO_AMX
+    return sizeof(E) == 2 && tile.rows >= 5;
+#else
+    (void)tile;
+    return false;
+#endif
+}
 
 // Scores of one row in one partition become probabilities. Blocks from … to of the partition were scored.
 template <class E> FN void softmax_row(QueryTile &tile, int r, int64_t base, int from, int to, float scale, float *top, float *mass) {
@@ -41,22 +49,25 @@ template <class E> FN void softmax_row(QueryTile &tile, int r, int64_t base, int
         store<F>(s + j * TOKENS, x);
         best = max_keep(best, x);
     }
-    *top = max_lanes(best);
+    const float high_score = max_lanes(best);
+    *top = high_score;
     F sum = {};
+    const bool tiles = matrix_units<E>(tile);
     for (int j = from; j < to; j++) {
-        F p = exp16(load<F>(s + j * TOKENS) - *top);
+        F p = exp_small(load<F>(s + j * TOKENS) - high_score);
         const int32_t first = (int32_t)base + j * TOKENS;
         if (first < low || first + TOKENS - 1 > high) {
             I token = lane + first;
             p = token >= isplat(low) ? p : F{};
             p = token <= isplat(high) ? p : F{};
         }
-        p = round_act<E>(p);
+        if constexpr (sizeof(E) == 2) {
+            const U bits = round_bits(p);
+            p = bits_to_f(bits);
+            if (tiles) store<H>(tile.p16 + r * PARTITION + j * TOKENS, __builtin_convertvector(bits >> 16, H));
+        }
         sum = sum + p;
-        store<F>(s + j * TOKENS, p);
-#ifdef OCTAVO_AMX
-        if (sizeof(E) == 2) store_act(tile.p16 + r * PARTITION + j * TOKENS, p);
-#endif
+        if (!tiles) store<F>(s + j * TOKENS, p);
     }
     *mass = sum_lanes(sum);
 }
@@ -80,7 +91,7 @@ FN void combine(QueryTile &tile, int r, float top, float mass) {
 
 template <class E> static void score_blocks(const QueryTile &tile, const E *const *k, int from, int to) {
 #ifdef OCTAVO_AMX
-    if (sizeof(E) == 2 && tile.rows >= TILE_ROWS_MIN) {
+    if constexpr (sizeof(E) == 2) if (matrix_units<E>(tile)) {
         const int64_t dp = tile.dp;
         for (int j = from; j < to; j += 2) {
             const bool two = j + 1 < to;
@@ -110,7 +121,7 @@ template <class E> static void score_blocks(const QueryTile &tile, const E *cons
 template <class E> static void mix_blocks(const QueryTile &tile, const E *const *k, int from, int to) {
     const int64_t dp = tile.dp, panel = TOKENS * LANES;
 #ifdef OCTAVO_AMX
-    if (sizeof(E) == 2 && tile.rows >= TILE_ROWS_MIN) {
+    if constexpr (sizeof(E) == 2) if (matrix_units<E>(tile)) {
         for (int64_t c = 0; c < dp; c += 2 * LANES) {  // Dp is a multiple of 32
             TILE_ZERO(0);
             TILE_ZERO(1);
@@ -144,9 +155,10 @@ template <class E> static void attend(const Op &op, const Run &run, QueryTile &t
     for (int r = 0; r < tile.rows; r++) {
         const int64_t t = first + (work.row + r) / per, h = g * per + (work.row + r) % per;
         const E *q = (const E *)op.p[0] + t * ld + h * d;
-        for (int64_t c = 0; c < d; c++) tile.q[r * dp + c] = get_act(q[c]);
-        for (int64_t c = d; c < dp; c++) tile.q[r * dp + c] = 0;
-        for (int64_t c = 0; c < dp && sizeof(E) == 2; c += LANES) store_act(tile.q16 + r * dp + c, load<F>(tile.q + r * dp + c));
+        int64_t c = 0;
+        for (; c + LANES <= d; c += LANES) store<F>(tile.q + r * dp + c, load_act(q + c));
+        for (; c < dp; c++) tile.q[r * dp + c] = c < d ? get_act(q[c]) : 0;
+        for (c = 0; c < dp && sizeof(E) == 2; c += LANES) store_act(tile.q16 + r * dp + c, load<F>(tile.q + r * dp + c));
         tile.high[r] = run.step.positions[t];
         tile.low[r] = window > 0 && tile.high[r] >= window ? tile.high[r] - (int32_t)window + 1 : 0;
         tile.begun[r] = false;
@@ -179,7 +191,7 @@ template <class E> static void attend(const Op &op, const Run &run, QueryTile &t
         const int64_t t = first + (work.row + r) / per, h = g * per + (work.row + r) % per;
         E *out = (E *)op.p[1] + t * ld + h * d;
         for (int64_t c = 0; c < dp; c += LANES) store<F>(tile.sum + r * dp + c, load<F>(tile.sum + r * dp + c) / tile.mass[r]);
-        for (int64_t c = 0; c < d; c++) put_act(out + c, tile.sum[r * dp + c]);
+        store_row(out, tile.sum + r * dp, d);
         if (h == op.n[2] - 1)
             for (int64_t c = op.n[2] * d; c < ld; c++) ((E *)op.p[1])[t * ld + c] = 0;
     }

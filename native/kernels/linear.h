@@ -91,8 +91,41 @@ template <class E> static void linear_many(const Op &op, const Run &run, const P
 }
 
 #ifdef OCTAVO_AMX
-// Many rows with matrix units: 32 rows × 2 panels in four accumulator tiles, over all of K. Rows behind the last are
-// read from the buffer's spare rows and thrown away: a tile's rows do not touch each other.
+// Matrix units. Rows behind the last are read from the buffer's spare rows and thrown away: a tile's rows do not touch
+// each other. Up to 64 rows memory speed still decides: every thread streams its own share of the panels.
+static void linear_tiles_few(const Op &op, const Run &run, const Part &part) {
+    const int64_t kp = op.n[1], stride = kp * LANES;
+    int64_t from, to;
+    share(op.n[2] / 2, part.thread, run.threads, &from, &to);
+    from *= 2, to *= 2;
+    if (from == to) return;
+    const bf16 *a = (const bf16 *)op.p[0] + part.row0 * kp;
+    if ((op.flags & FLAG_FUSED) && part.rows <= FUSED_ROWS) {
+        bf16 *normed = (bf16 *)run.scratch[part.thread];
+        for (int r = 0; r < part.rows; r++)
+            norm_row<bf16>((const float *)op.p[5] + (part.row0 + r) * kp, (const float *)op.p[6], op.f[0], op.n[5], kp, normed + r * kp);
+        a = normed;
+    }
+    float acc[4 * 16 * LANES] __attribute__((aligned(64)));
+    for (int64_t p = from; p < to;) {
+        const bf16 *w = (const bf16 *)op.p[1] + p * stride;
+        const int np = part.rows <= 16 && p + 4 <= to ? 4 : 2;
+        for (int r = 0; r < part.rows; r += 32) {
+            const int rows = part.rows - r < 32 ? part.rows - r : 32;
+            const int64_t ahead = r == 0 ? np * stride : 0;
+            if (np == 4)
+                tiles_1x4(a, kp, w, stride, ahead, acc);
+            else if (rows > 16)
+                tiles_2x2(a + r * kp, kp, w, stride, ahead, acc);
+            else
+                tiles_1x2(a + r * kp, kp, w, stride, ahead, acc);
+            finish<bf16>(op, part.row0 + r, rows, p, np, acc, np == 4 ? 16 * LANES : 32 * LANES);
+        }
+        p += np;
+    }
+}
+
+// 32 rows × 2 panels in four accumulator tiles, over all of K.
 static void linear_tiles(const Op &op, const Part &part) {
     const int64_t kp = op.n[1], stride = kp * LANES;
     const int64_t pairs = op.n[2] / 2, chunks = (part.rows + TILE_CHUNK - 1) / TILE_CHUNK;
@@ -106,9 +139,9 @@ static void linear_tiles(const Op &op, const Part &part) {
             const int rows = last - r < 32 ? (int)(last - r) : 32;
             const bf16 *a = (const bf16 *)op.p[0] + (part.row0 + r) * kp;
             if (rows > 16)
-                tiles_2x2(a, kp, w, stride, acc);
+                tiles_2x2(a, kp, w, stride, 0, acc);
             else
-                tiles_1x2(a, kp, w, stride, acc);
+                tiles_1x2(a, kp, w, stride, 0, acc);
             finish<bf16>(op, part.row0 + r, rows, pair * 2, 2, acc, 32 * LANES);
         }
     }
@@ -117,9 +150,9 @@ static void linear_tiles(const Op &op, const Part &part) {
 
 template <class E> static void linear(const Op &op, const Run &run, const Part &part) {
     if (part.rows == 0) return;
-    if (part.rows <= FUSED_ROWS) return linear_few<E>(op, run, part);
 #ifdef OCTAVO_AMX
-    if (sizeof(E) == 2) return linear_tiles(op, part);
+    if (sizeof(E) == 2 && part.rows > TILE_ROWS_NONE) return part.rows <= TILE_ROWS_FEW ? linear_tiles_few(op, run, part) : linear_tiles(op, part);
 #endif
+    if (part.rows <= FUSED_ROWS) return linear_few<E>(op, run, part);
     linear_many<E>(op, run, part);
 }

@@ -56,7 +56,7 @@ template <class E> static void rope_store(const Op &op, const Run &run, const Pa
     const int32_t *slots = (const int32_t *)op.p[3];
     const int64_t ld = op.n[1], ldq = op.n[2], heads = op.n[3], groups = op.n[4], d = op.n[5], dp = op.n[6], half = d / 2;
     const int64_t per = heads / groups;
-    float y[MAX_HEAD_DIM];
+    float y[MAX_HEAD_DIM] = {};
     int64_t from, to;
     share((int64_t)part.rows * groups, part.thread, run.threads, &from, &to);
     for (int64_t i = from; i < to; i++) {
@@ -64,7 +64,7 @@ template <class E> static void rope_store(const Op &op, const Run &run, const Pa
         const float *row = qkv + t * ld, *angle = table + t * d;
         for (int64_t h = g * per; h < (g + 1) * per; h++) {
             rotate(row + h * d, angle, half, y);
-            for (int64_t c = 0; c < d; c++) put_act(q + t * ldq + h * d + c, y[c]);
+            store_row(q + t * ldq + h * d, y, d);
         }
         if (g == groups - 1)
             for (int64_t c = heads * d; c < ldq; c++) q[t * ldq + c] = 0;
@@ -73,7 +73,12 @@ template <class E> static void rope_store(const Op &op, const Run &run, const Pa
         E *v = k + dp * TOKENS;
         rotate(row + (heads + g) * d, angle, half, y);
         const float *value = row + (heads + groups + g) * d;
-        for (int64_t c = 0; c < d; c++) put_act(k + k_at<E>(c, token), y[c]), put_act(v + v_at<E>(c, token), value[c]);
+        E narrow[MAX_HEAD_DIM];
+        store_row(narrow, y, d);
+        for (int64_t c = 0; c < d; c += 2)  // a pair lies together in bf16
+            k[k_at<E>(c, token)] = narrow[c], k[k_at<E>(c + 1, token)] = narrow[c + 1];
+        store_row(narrow, value, d);
+        for (int64_t c = 0; c < d; c++) v[v_at<E>(c, token)] = narrow[c];
         for (int64_t c = d; c < dp; c++) k[k_at<E>(c, token)] = 0, v[v_at<E>(c, token)] = 0;
         if (run.zero_tail[t])  // what a former owner left would meet probability 0, and 0 · NaN is NaN
             for (int64_t c = 0; c < dp; c++)

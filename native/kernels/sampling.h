@@ -12,7 +12,7 @@ static float row_sum_exp(const float *x, int64_t n, float max) {
     for (int64_t base = 0; base < n; base += 4096) {
         const int64_t end = base + 4096 < n ? base + 4096 : n;
         F sum = {};
-        for (int64_t i = base; i < end; i += LANES) sum = sum + exp16(load<F>(x + i) - max);
+        for (int64_t i = base; i < end; i += LANES) sum = sum + exp_small(load<F>(x + i) - max);
         total += sum_lanes(sum);
     }
     return total;
@@ -59,7 +59,7 @@ static void row_edit(float *dst, const float *x, const uint32_t *mask, const flo
 // Whole-number weights, so that sums have no order: q = round(2^30 · exp((x - max) / temperature)), 0 below min_p · the largest.
 static void row_weights(uint32_t *q, const float *x, int64_t n, float max, float temperature, float min_p) {
     for (int64_t i = 0; i < n; i += LANES) {
-        F p = exp16((load<F>(x + i) - max) / temperature);
+        F p = exp_small((load<F>(x + i) - max) / temperature);
         p = p >= splat(min_p) ? p : F{};  // NaN as well
         store<I>(q + i, __builtin_convertvector(p * 1073741824.0f + 0.5f, I));
     }

@@ -2,6 +2,8 @@
 // the writing of operands past their use. One TDPBF16PS is one group of the product contract (kernels/product.h).
 #pragma once
 
+constexpr int TILE_ROWS_NONE = 2;    // up to so many rows, the chains of product.h run at memory speed
+constexpr int TILE_ROWS_FEW = 64;
 constexpr int64_t TILE_CHUNK = 512;  // rows that pass by a pair of panels; their inputs have to stay in the second cache
 
 struct __attribute__((aligned(64))) TileConfig {
@@ -26,7 +28,13 @@ static void configure(bool attention) {
     tile_config(&c);
 }
 
-static void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, float *acc) {
+// `ahead`: elements to what these streams need next, fetched into the second cache meanwhile; 0: none.
+FN void fetch_tile(const bf16 *p, int64_t ahead) {
+    if (ahead)
+        for (int i = 0; i < 16; i++) __builtin_prefetch(p + ahead + i * 32, 0, 2);
+}
+
+static void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc) {
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
@@ -41,6 +49,8 @@ static void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, 
         TILE_LOAD(5, low + k, kp * 2);
         TILE_DOT(2, 5, 6);
         TILE_DOT(3, 5, 7);
+        fetch_tile(w + k * LANES, ahead);
+        fetch_tile(w1 + k * LANES, ahead);
     }
     TILE_STORE(0, acc, 64);
     TILE_STORE(2, acc + 16 * LANES, 64);
@@ -48,7 +58,7 @@ static void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, 
     TILE_STORE(3, acc + 48 * LANES, 64);
 }
 
-static void tiles_1x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, float *acc) {
+static void tiles_1x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc) {
     TILE_ZERO(0);
     TILE_ZERO(1);
     const bf16 *w1 = w + stride;
@@ -58,7 +68,34 @@ static void tiles_1x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, 
         TILE_DOT(0, 4, 6);
         TILE_LOAD(7, w1 + k * LANES, 64);
         TILE_DOT(1, 4, 7);
+        fetch_tile(w + k * LANES, ahead);
+        fetch_tile(w1 + k * LANES, ahead);
     }
     TILE_STORE(0, acc, 64);
     TILE_STORE(1, acc + 32 * LANES, 64);
+}
+
+// Four panels in flight: for few rows, when memory speed decides.
+static void tiles_1x4(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (int64_t k = 0; k < kp; k += KBLOCK) {
+        const bf16 *b = w + k * LANES;
+        TILE_LOAD(4, a + k, kp * 2);
+        TILE_LOAD(5, b, 64);
+        TILE_DOT(0, 4, 5);
+        TILE_LOAD(6, b + stride, 64);
+        TILE_DOT(1, 4, 6);
+        TILE_LOAD(7, b + 2 * stride, 64);
+        TILE_DOT(2, 4, 7);
+        TILE_LOAD(5, b + 3 * stride, 64);
+        TILE_DOT(3, 4, 5);
+        for (int p = 0; p < 4; p++) fetch_tile(b + p * stride, ahead);
+    }
+    TILE_STORE(0, acc, 64);
+    TILE_STORE(1, acc + 16 * LANES, 64);
+    TILE_STORE(2, acc + 32 * LANES, 64);
+    TILE_STORE(3, acc + 48 * LANES, 64);
 }

@@ -84,15 +84,22 @@ FN float get_act(bf16 x) { return as_float((uint32_t)x << 16); }
 FN float get_act(float x) { return x; }
 FN void put_act(bf16 *p, float x) { *p = (bf16)(round_bits1(as_bits(x)) >> 16); }
 FN void put_act(float *p, float x) { *p = x; }
+// d values from float32 (readable to a multiple of 16) to act.
+template <class E> FN void store_row(E *out, const float *x, int64_t d) {
+    int64_t c = 0;
+    for (; c + LANES <= d; c += LANES) store_act(out + c, load<F>(x + c));
+    for (; c < d; c++) put_act(out + c, x[c]);
+}
 template <class E> FN F round_act(F x) {
     if constexpr (sizeof(E) == 2) return bits_to_f(round_bits(x));
     return x;
 }
 
 // exp by n·ln2 + r and a polynomial of degree 7 in r. exp(0) is 1; below -87.33 it is 0, above 88.72 infinity; NaN stays.
-FN F exp16(F x) {
+// SMALL: x is known to be at most 88 (softmax: at most 0); fewer steps, the same bits.
+template <bool SMALL> FN F exp_of(F x) {
     F y = x < splat(-88.0f) ? splat(-88.0f) : x;
-    y = y > splat(89.0f) ? splat(89.0f) : y;
+    if (!SMALL) y = y > splat(89.0f) ? splat(89.0f) : y;
     F t = y * 1.44269504f + 12582912.0f;  // the sum's last bits are the nearest whole number
     I n = (I)f_to_bits(t) - 0x4b400000;
     F k = t - 12582912.0f;
@@ -105,12 +112,19 @@ FN F exp16(F x) {
     q = q * r + 0.5f;
     F p = (r * r) * q + r;
     p = p + 1.0f;
-    I half = n >> 1;  // two factors: 2^128 alone would overflow
-    p = p * (F)((half + 127) << 23);
-    p = p * (F)((n - half + 127) << 23);
+    if (SMALL) {
+        p = p * (F)((n + 127) << 23);
+    } else {
+        I half = n >> 1;  // two factors: 2^128 alone would overflow
+        p = p * (F)((half + 127) << 23);
+        p = p * (F)((n - half + 127) << 23);
+    }
     p = x < splat(-87.33654f) ? F{} : p;
+    if (SMALL) return p;
     return x > splat(88.72283f) ? splat(INF) : p;
 }
+FN F exp16(F x) { return exp_of<false>(x); }
+FN F exp_small(F x) { return exp_of<true>(x); }
 
 // Next task of an op that hands them out one by one.
 FN int32_t next_task(int32_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
