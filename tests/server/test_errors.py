@@ -205,6 +205,13 @@ def test_null_is_the_default_of_every_optional_field() -> None:
         assert post(path, dict.fromkeys(fields) | base).status_code == 200
 
 
+def test_a_conversation_that_is_too_long_names_messages() -> None:
+    for more in ({}, {"truncate_prompt_tokens": 5}):
+        text = "x" * (CONTEXT if not more else 5000)
+        settings = SMALL if not more else ServerSettings(max_tokenize_bytes=4000)
+        refused(post(CHAT, {"messages": [{"role": "user", "content": text}]} | more, settings=settings), 400, "messages", "at most")
+
+
 def test_unknown_fields_may_be_allowed() -> None:
     relaxed = ServerSettings(allow_unknown_fields=True)
     assert post(COMPLETIONS, {"prompt": "p", "zz": 1}, settings=relaxed).status_code == 200

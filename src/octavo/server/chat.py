@@ -45,7 +45,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     llm.check_room(params.n)
     text = await llm.render(messages, tools=tools, documents=documents, **options)
     room = llm.max_model_len - (asked or 1)
-    prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens))
+    prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens), settings=settings, field="messages")
     check_room(len(prompt.ids), asked, llm.max_model_len, field)
     return Job(context, request, answer_id, [prompt], params, params.n), _lead(request, messages)
 

@@ -51,7 +51,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
         llm.check_room(len(given) if prompt_only else count)
     room = llm.max_model_len - (1 if prompt_only else request.max_tokens or 1)
     special = request.add_special_tokens is not False
-    prompts = await each(given, lambda prompt: tokenize(llm, prompt, request, room, special=special))
+    prompts = await each(given, lambda prompt: tokenize(llm, prompt, request, room, special=special, settings=settings))
     for prompt in prompts:
         check_room(len(prompt.ids), request.max_tokens, llm.max_model_len)
     n = params.n

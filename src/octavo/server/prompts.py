@@ -45,31 +45,46 @@ def parse_prompts(raw: Raw, context: int, settings: ServerSettings) -> list[str 
     return found
 
 
-async def tokenize(llm: "AsyncLLM", given: str | list[int], request: Generation, room: int, *, special: bool) -> Prompt:
+async def encode(llm: "AsyncLLM", text: str, field: str, *, special: bool, settings: ServerSettings) -> list[int]:
+    """Token ids of a text of the request's ``field``, however many they are, made in a thread. Raises: ApiError, InvalidRequest."""
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    if size > settings.max_tokenize_bytes:
+        raise invalid(f"{field} has {size} bytes; texts of at most {settings.max_tokenize_bytes} are tokenized beyond the context", field)
+    return await asyncio.to_thread(llm.inputs.encode, text, field, add_special_tokens=special)
+
+
+async def tokenize(
+    llm: "AsyncLLM", given: str | list[int], request: Generation, room: int, *, special: bool, settings: ServerSettings, field: str = "prompt"
+) -> Prompt:
     """One prompt as checked token ids; ``room`` is what truncate_prompt_tokens=-1 leaves of it. Raises: RequestError, ApiError."""
     keep = request.truncate_prompt_tokens
     if keep is None:
-        return _checked(llm, given, None) if isinstance(given, list) else await llm.tokenize(given, add_special_tokens=special)
+        if isinstance(given, list):
+            return _checked(llm, given, None, field)
+        try:
+            return await llm.tokenize(given, add_special_tokens=special)
+        except RequestError as error:
+            raise type(error)(error.message, field if error.param == "prompt" else error.param) from None
     if keep == 0 or keep < -1:
         raise invalid(f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, not {keep}", "truncate_prompt_tokens")
     keep = room if keep == -1 else keep
     if keep > room:
         raise invalid(f"truncate_prompt_tokens is {keep}; the context leaves room for a prompt of {room} tokens", "truncate_prompt_tokens")
-    ids = given if isinstance(given, list) else await asyncio.to_thread(llm.inputs.encode, given, "prompt", add_special_tokens=special)
+    ids = given if isinstance(given, list) else await encode(llm, given, field, special=special, settings=settings)
     if request.truncation_side == "right":
         kept = ids[:keep]
     elif request.truncation_side in (None, "left"):
         kept = ids[-keep:]
     else:
         raise invalid(f'truncation_side must be "left" or "right", not {request.truncation_side!r}', "truncation_side")
-    return _checked(llm, kept, given if len(kept) == len(ids) and isinstance(given, str) else None)
+    return _checked(llm, kept, given if len(kept) == len(ids) and isinstance(given, str) else None, field)
 
 
-def _checked(llm: "AsyncLLM", ids: list[int], text: str | None) -> Prompt:
+def _checked(llm: "AsyncLLM", ids: list[int], text: str | None, field: str) -> Prompt:
     try:
         return llm.inputs.prompt({"prompt": text, "prompt_token_ids": ids})
     except RequestError as error:  # in a request the field has another name
-        raise type(error)(error.message.replace("prompt_token_ids", "prompt"), "prompt") from None
+        raise type(error)(error.message.replace("prompt_token_ids", field), field) from None
 
 
 async def each(prompts: Sequence[Any], work: Callable[[Any], Awaitable[Prompt]]) -> list[Prompt]:

@@ -15,6 +15,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # "*" for all; none: no CORS headers
     stream_interval: int = 1  # tokens per streamed chunk, from the second chunk on
     max_body_bytes: int = 32 * MiB
+    max_tokenize_bytes: int = 2 * MiB  # of a text whose tokens may be more than the context: /tokenize, truncate_prompt_tokens
     max_n: int = 128
     max_choices: int = 2048  # prompts × n of one request
     max_stop: int = 64

@@ -12,6 +12,7 @@ from octavo.server.body import read_json
 from octavo.server.context import Context
 from octavo.server.errors import invalid
 from octavo.server.fields import check_messages, free_json, template_options
+from octavo.server.prompts import encode
 from octavo.server.schema import DetokenizeRequest, Json, TokenizeRequest
 
 
@@ -48,9 +49,9 @@ async def tokenize(context: Context, http: Request) -> Response:
         messages = check_messages(request.messages, developer=llm.template is not None and llm.template.mentions("developer"))
         tools = free_json(request.tools, list[Json], "tools")
         text = await llm.render(messages, tools=tools, **template_options(request))
-        ids = await asyncio.to_thread(llm.inputs.encode, text, "messages", add_special_tokens=bool(special))
+        ids = await encode(llm, text, "messages", special=bool(special), settings=context.settings)
     else:
-        ids = await asyncio.to_thread(llm.inputs.encode, request.prompt, "prompt", add_special_tokens=special is not False)
+        ids = await encode(llm, request.prompt or "", "prompt", special=special is not False, settings=context.settings)
     strings = [llm.tokenizer.id_to_token(token) or "" for token in ids] if request.return_token_strs else None
     return reply(TokenizeResponse(len(ids), llm.max_model_len, ids, strings))
 
