@@ -337,7 +337,7 @@ class AsyncLLM:
 
     async def _tokenize_and_submit(self, flight: Flight, prompt: Any, add_special_tokens: bool, submit: Callable[[Prompt], None]) -> None:
         checked = await self._tokenize(prompt, add_special_tokens)
-        if flight.error is None:  # neither aborted nor without an engine meanwhile
+        if not flight.gone:  # its reader, or the engine, may have left meanwhile
             submit(checked)
 
     def _check_size(self, prompt: Any) -> None:
@@ -459,7 +459,7 @@ class AsyncLLM:
         self._forget(flight, "abort")
 
     def _forget(self, flight: Flight, reason: str) -> None:
-        now = time.monotonic()
+        now, flight.gone = time.monotonic(), True
         for sequence in list(flight.open):
             self._end_sequence(flight, sequence, reason, now)
         self._release(flight)

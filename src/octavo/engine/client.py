@@ -3,13 +3,14 @@
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 import zmq
 
 from octavo.engine.console import LOGGER
-from octavo.engine.messages import FromEngine, LastWords, Shutdown, ToEngine, decode_from_engine, decode_last_words, encode
+from octavo.engine.messages import FromEngine, LastWords, Ready, Shutdown, ToEngine, decode_from_engine, decode_last_words, encode
 from octavo.engine.process import EngineHandle
 from octavo.errors import OctavoError, WorkerDied
 
@@ -42,7 +43,7 @@ class ProcessClient:
         self._on_end: Callable[[OctavoError], None] = lambda error: None
         self._last = b""
         self._ended: asyncio.Event | None = None
-        self._closed = False
+        self._started = self._closed = False
 
     def attach(self, on_message: Callable[[FromEngine], None], on_end: Callable[[OctavoError], None]) -> None:
         """Watch the socket and the process."""
@@ -62,31 +63,40 @@ class ProcessClient:
             self._loop.call_soon(self._read_socket)
 
     async def stop(self) -> None:
-        """Ask the process to end, then kill it."""
+        """Ask the process to end and, where it does not or still loads, kill it."""
         if self._ended is None or self._closed:  # never attached, or over
             self._close()
             return
-        self.send(Shutdown())
-        try:
-            await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
-        except TimeoutError:
+        if self._started:
+            self.send(Shutdown())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
+        if not self._ended.is_set():
             self._handle.process.kill()
             await self._ended.wait()
 
     def _read_socket(self) -> None:
         for _ in range(AT_ONCE):
-            if self._closed:
+            if not self._read_one():
                 return
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._on_message(decode_from_engine(frame))
-            except Exception:  # a bug on this side; the engine's other news must still come through
-                LOGGER.exception("a message from the engine could not be handled")
         assert self._loop is not None
         self._loop.call_soon(self._read_socket)  # others first
+
+    def _read_one(self) -> bool:
+        """Hand a message over; False when none is there."""
+        if self._closed:
+            return False
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        try:
+            message = decode_from_engine(frame)
+            self._started = self._started or isinstance(message, Ready)
+            self._on_message(message)
+        except Exception:  # a bug on this side; the engine's other news must still come through
+            LOGGER.exception("a message from the engine could not be handled")
+        return True
 
     def _read_words(self) -> None:
         data = os.read(self._handle.words, 65536)
@@ -99,7 +109,8 @@ class ProcessClient:
     def _end(self) -> None:
         if self._closed:
             return
-        self._read_socket()
+        while self._read_one():
+            pass
         error = self._reason()
         self._close()
         self._on_end(error)

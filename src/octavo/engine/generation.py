@@ -11,7 +11,7 @@ from octavo.engine.outputs import Answer
 class Flight:
     """A request between its acceptance and its end. Written by AsyncLLM only, on the event loop."""
 
-    __slots__ = ("answer", "error", "news", "open", "params", "request_id", "reserved", "waiter")
+    __slots__ = ("answer", "error", "gone", "news", "open", "params", "request_id", "reserved", "waiter")
 
     def __init__(self, request_id: str, params: SamplingParams) -> None:
         self.request_id = request_id
@@ -19,6 +19,7 @@ class Flight:
         self.answer: Answer | None = None  # None: not yet tokenized
         self.reserved = 0  # places in the queue, held until it is tokenized
         self.open: set[str] = set()  # its sequences, by their ids in the engine, that have not ended
+        self.gone = False  # over for its reader, or without one: must not be submitted any more
         self.error: Exception | None = None  # what its reader gets once it has read what came before
         self.news = False  # since the reader's last look
         self.waiter: asyncio.Future[None] | None = None
@@ -75,7 +76,7 @@ class Generation(AsyncIterator[RequestOutput]):
             start, self._start = self._start, None
             await start()
         flight = self._flight
-        while True:
+        while not self._over:
             answer = flight.answer
             if flight.news and answer is not None:
                 flight.news = False
@@ -91,6 +92,7 @@ class Generation(AsyncIterator[RequestOutput]):
                 await flight.waiter
             finally:
                 flight.waiter = None
+        return None
 
     async def aclose(self) -> None:
         """Abort the request, if it has not ended. May be called at any time, again too."""

@@ -151,6 +151,8 @@ class Inputs:
         """Some token must be allowed at every position; phrases of several tokens give way (runner/masks.py)."""
         if params.allowed_token_ids is None and not bad_words and not params.min_tokens:
             return
+        if params.allowed_token_ids is None and len(bad_words) + len(self.eos_ids) + len(params.stop_token_ids) < self.vocab:
+            return  # they cannot ban every token
         left = set(range(self.vocab)) if params.allowed_token_ids is None else set(params.allowed_token_ids)
         left.difference_update(word[0] for word in bad_words if len(word) == 1)
         if not left:

@@ -31,7 +31,7 @@ import msgspec
 from octavo.config import Config
 from octavo.core.output import Delta
 from octavo.engine import messages as m
-from octavo.engine.console import LOGGER, show_log
+from octavo.engine.console import LEVELS, LOGGER, show_log
 from octavo.engine.core import EngineCore
 from octavo.engine.report import LogReport, Report, phase
 from octavo.errors import ConfigError, RequestError, WorkerDied
@@ -92,7 +92,8 @@ def launch(config: Config, report: Report | None = None) -> EngineHandle:
     finally:
         os.close(child_end)
     local = replace(config, model=replace(config.model, model=str(path.absolute()), revision=None))
-    frame = m.encode(m.Boot(local, address, logging.getLevelName(LOGGER.level).lower() if LOGGER.level else None))
+    level = logging.getLevelName(LOGGER.level).lower()
+    frame = m.encode(m.Boot(local, address, level if level in LEVELS else None))
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # dead already: the other pipe tells
         process.stdin.write(len(frame).to_bytes(4, "little") + frame)
