@@ -1,5 +1,5 @@
 # On a fresh machine with Python 3.11+, a C++ compiler and a package index:
-#   make demo     sets everything up, gets the default model, answers a prompt with it
+#   make demo     sets everything up, gets the default model, serves it, shows one streamed answer
 #   make test     sets everything up, passes the tests
 # Everything goes into .venv; PYTHON chooses the interpreter.
 
@@ -13,7 +13,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -type f -not -n
 .PHONY: demo test matrix lint wheel native sanitize clean
 
 demo: $(VENV)/.installed
-	$(BIN)/octavo generate $(MODEL) --chat --prompt "$(PROMPT)" --max-tokens 96 --temperature 0
+	$(BIN)/octavo pull $(MODEL)
+	@$(BIN)/python -m octavo.bench.demo $(MODEL) "$(PROMPT)" $(BIN)/octavo
 
 test: $(VENV)/.test-extra
 	$(BIN)/octavo pull $(MODEL)

@@ -147,6 +147,8 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--probe", metavar="URL", help=argparse.SUPPRESS)
     args, settings = parser.parse_known_args()
+    # A pool that the streams fill at once: KV memory is committed when it is first used, and a peak that comes late looks like a leak.
+    settings = settings or ["--num-kv-blocks", "800"]
     if args.probe:
         probe(args.probe)
         return

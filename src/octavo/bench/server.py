@@ -28,7 +28,7 @@ class Server:
         where = () if "--uds" in args else ("--port", "0")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "octavo.cli.main", "serve", model, *where, *args], stdout=self._log, stderr=self._log,
-            env=os.environ | (env or {}), stdin=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if name != "OCTAVO_API_KEY"} | (env or {}), stdin=subprocess.DEVNULL,
         )
         self.url = ""
 

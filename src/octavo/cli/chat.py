@@ -90,7 +90,7 @@ def _talk(ask: Ask, system: str | None) -> None:
         elif line.strip():
             asked = turns[:-1] if word == "/again" else [*turns, {"role": "user", "content": line}]
             try:
-                turns = [*asked, {"role": "assistant", "content": _answer(ask([*head, *asked]))}]
+                turns = [*asked, {"role": "assistant", "content": show(ask([*head, *asked]))}]
             except (RequestError, RemoteError) as error:  # too long a conversation, say: this turn is as if it had not been
                 sys.stderr.write(f"{error.message} (/clear starts anew)\n")
 
@@ -106,7 +106,7 @@ def _read() -> str | None:
         return None
 
 
-def _answer(pieces: Iterator[Piece]) -> str:
+def show(pieces: Iterator[Piece]) -> str:
     """Show one answer as it streams; Ctrl-C ends it early and keeps what came."""
     started, first, count, text = time.perf_counter(), None, 0, ""
     try:

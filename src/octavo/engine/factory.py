@@ -7,7 +7,7 @@ process of its own. Start-up is told to a Report as it happens; nothing is print
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +211,8 @@ def _summary(config: Config, spec: ModelSpec, kv_spec: KvSpec, provider: Any) ->
     tokens, context = _blocks(config) * config.kv.block_size, config.scheduler.max_model_len
     native = f": instruction set {provider.isa}, threads {provider.num_threads}" if hasattr(provider, "isa") else ""
     yield f"backend {config.runner.backend}{native}"
-    yield f"settings {config}"
+    sections = {name: " ".join(f"{key}={value}" for key, value in given.items() if value is not None) for name, given in asdict(config).items()}
+    yield f"settings {'; '.join(f'{name}: {values}' for name, values in sections.items())}"
     yield (f"KV pool of {_blocks(config)} blocks: {tokens} tokens at {size(kv_spec.bytes_per_token)} each, "
            f"{tokens / context:.1f} requests of full length at once")
     cut = f", cut from {spec.max_position} to what the KV pool holds" if context == tokens < spec.max_position else f" of {spec.max_position}"
