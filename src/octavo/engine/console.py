@@ -6,9 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from octavo.engine.outputs import Answer
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.engine.outputs import Answer
 
 LOGGER = logging.getLogger("octavo")
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -34,7 +37,7 @@ def show_log() -> None:
 
 
 @contextmanager
-def progress_bar(answers: Sequence[Answer], wanted: bool) -> Iterator[Callable[[], None]]:
+def progress_bar(answers: "Sequence[Answer]", wanted: bool) -> Iterator[Callable[[], None]]:
     """Yields what to call after each step. Draws only on a terminal; counts prompts done and tokens per second."""
     if not wanted or not answers or not sys.stderr.isatty():
         yield lambda: None
