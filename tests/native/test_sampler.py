@@ -150,7 +150,8 @@ def test_odd_logits(temperature, isa):
     mask = np.zeros(-(-V // 32), np.uint32)
     mask[3] = 1 << 5  # only id 101
     cases = {
-        "all nan": (np.full(V, nan), None, 0), "all nan, masked": (np.full(V, nan), mask, 101), "one number": (np.r_[np.full(V - 1, nan), 1], None, V - 1),
+        "all nan": (np.full(V, nan), None, 0), "all nan, masked": (np.full(V, nan), mask, 101),
+        "one number": (np.r_[np.full(V - 1, nan), 1], None, V - 1),
         "infinity": (np.r_[np.arange(500), inf, np.arange(V - 501)], None, 500), "minus infinity": (np.full(V, -inf), None, 0),
         "one allowed": (np.arange(V), mask, 101), "nothing allowed": (np.arange(V), np.zeros_like(mask), 0),
         "huge": (np.r_[np.full(V - 1, -3e38), 3e38], None, V - 1),

@@ -7,7 +7,8 @@ import numpy as np
 
 from octavo.kv.spec import KvSpec
 from octavo.models.spec import RopeSpec
-from octavo.ops.native import Buffer, NativeProvider, Recorder, native_info
+from octavo.ops.native import NativeProvider, native_info
+from octavo.ops.recorder import Buffer, Recorder
 from octavo.ops.table import SLOT_FIELDS, STEP_FIELDS
 
 ISAS = native_info()["available"].split(",")

@@ -1,5 +1,7 @@
 """rope_store and attention: a numpy restatement bit for bit, float64 within a bound, and row purity under any cut."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from tests.ops.native_support import DTYPES, ISAS, Rig, act, contract_exp, contract_product, f32, provider, same_bits, tiny_spec
@@ -42,7 +44,7 @@ def step(rig, parts):
     rig.run(t, len(parts))
     q, out = rig.read(rig.q, t), rig.read(rig.out, t)
     bounds = rig.step["q_start"][: len(parts) + 1]
-    return [(q[a:b], out[a:b]) for a, b in zip(bounds, bounds[1:])]
+    return [(q[a:b], out[a:b]) for a, b in pairwise(bounds)]
 
 
 def feed(rig, slot, sequence, chunks):
