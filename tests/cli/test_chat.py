@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.cli.conftest import Octavo
 
+from octavo.bench.server import Server
 from octavo.cli.remote import Remote
 from octavo.errors import ConfigError, RemoteError
 
@@ -131,3 +132,16 @@ def test_addresses(octavo: Octavo) -> None:
 def test_contradictions(octavo: Octavo, args: tuple[str, ...], says: str) -> None:
     done = octavo("chat", *args)
     assert done.returncode == 2 and says in done.stderr
+
+
+def test_a_server_of_our_own_answers_as_the_model_here_does(octavo: Octavo, tiny: str) -> None:
+    args = ("--max-tokens", "12", "--temperature", "0")
+    here = octavo("chat", tiny, *args, stdin="hello\nand then?\n")
+    with Server(tiny, "--served-model-name", "a", "--served-model-name", "b", "--api-key", "k1", "--api-key", "k2") as server:
+        for more in (("--api-key", "k1"), ("--api-key", "k2", "--model", "b")):
+            there = octavo("chat", "--url", server.url, *args, *more, stdin="hello\nand then?\n")
+            assert there.stdout == here.stdout and there.stderr.count("[12 tokens, first after") == 2, there.stderr
+        assert "API key" in octavo("chat", "--url", server.url, stdin="hello\n").stderr
+        assert server.request("GET", "/metrics")[0] == 401 and server.request("GET", "/metrics", key="k2")[0] == 200
+        assert server.request("GET", "/health")[0] == 200
+        assert "hello" not in server.log()  # prompts are not logged

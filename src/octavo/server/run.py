@@ -178,13 +178,16 @@ class _Life:
         if not serving.done():
             return
         error = serving.exception()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and self._path is None:  # another process began to listen while the engine loaded
             raise _refused(error, *self._sock.getsockname()[:2]) from error
         raise WorkerDied(f"the HTTP server ended by itself: {error!r}") from error
 
 
 def _server(app: Any) -> "uvicorn.Server":
     import uvicorn
+
+    theirs = logging.getLogger("uvicorn")
+    theirs.handlers, theirs.propagate = LOGGER.handlers, False
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
