@@ -31,8 +31,8 @@ def small(tiny: str) -> Iterator[Live]:
     yield from serve(tiny, SMALL, max_model_len=48)
 
 
-SCHEMA = schemathesis.openapi.from_dict(json.loads(document(SMALL, False)))
-OPERATIONS = [(path, method) for path, item in json.loads(document(SMALL, False))["paths"].items() for method in item]
+SCHEMA = schemathesis.openapi.from_dict(json.loads(document(SMALL, ("tiny",), False)))
+OPERATIONS = [(path, method) for path, item in json.loads(document(SMALL, ("tiny",), False))["paths"].items() for method in item]
 ROUNDS = {"/v1/completions": 80, "/v1/chat/completions": 40, "/tokenize": 25, "/detokenize": 25}  # the others take next to nothing
 
 
@@ -61,19 +61,19 @@ def test_every_operation(small: Live, path: str, method: str, mode: GenerationMo
 
 
 def test_every_route_is_in_the_document() -> None:
-    found = json.loads(document(ServerSettings(api_keys=("k",)), True))
+    found = json.loads(document(ServerSettings(api_keys=("k",)), ("tiny",), True))
     assert {(method.upper(), path) for path, item in found["paths"].items() for method in item} == {
         (method, path.replace(":path", "")) for method, path, _ in ROUTES
     } | {("GET", "/metrics")}
     app = create_app(ScriptedLLM(), ServerSettings())  # type: ignore[arg-type]
     assert {route.path.replace(":path", "") for route in app.router.routes} == set(found["paths"]) - {"/metrics"} | {"/openapi.json"}
     assert found["security"] and found["paths"]["/health"]["get"]["security"] == []
-    references = {part.partition('"')[0] for part in document(ServerSettings(), True).decode().split("#/components/schemas/")[1:]}
+    references = {part.partition('"')[0] for part in document(ServerSettings(), ("tiny",), True).decode().split("#/components/schemas/")[1:]}
     assert references <= set(found["components"]["schemas"])
 
 
 def test_relaxed_requests_are_documented_as_such() -> None:
-    strict, relaxed = (json.loads(document(ServerSettings(allow_unknown_fields=allow), False)) for allow in (False, True))
+    strict, relaxed = (json.loads(document(ServerSettings(allow_unknown_fields=allow), ("tiny",), False)) for allow in (False, True))
     for found, closed in ((strict, True), (relaxed, False)):
         name = found["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         assert (found["components"]["schemas"][name].get("additionalProperties") is False) == closed

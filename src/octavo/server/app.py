@@ -43,7 +43,7 @@ def create_app(llm: "AsyncLLM", settings: ServerSettings, metrics: Any | None = 
         app.router.routes.append(Route(path, _endpoint(context, handler), methods=[method]))
     if metrics is not None:
         app.router.routes.append(Route("/metrics", _metrics(metrics), methods=["GET"]))
-    text = document(settings, metrics is not None)
+    text = document(settings, context.names, metrics is not None)
     app.router.routes.append(Route("/openapi.json", _static(text), methods=["GET"]))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Guard, api_keys=settings.api_keys)

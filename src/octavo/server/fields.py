@@ -10,15 +10,9 @@ from octavo.core.sampling import SamplingParams
 from octavo.errors import InvalidRequest
 from octavo.server.body import decode, first_byte, shown
 from octavo.server.errors import ApiError, invalid, unserved
-from octavo.server.schema import ROLES, ChatRequest, CompletionRequest, Generation, Json, Message, Part, TokenizeRequest, Unserved
+from octavo.server.schema import NOT_SERVED, ROLES, ChatRequest, CompletionRequest, Generation, Json, Message, Part, TokenizeRequest
 from octavo.server.settings import ServerSettings
 
-# The values of unserved fields that ask for nothing; null always is one.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,), "length_penalty": (1,), "response_format": ({"type": "text"},), "suffix": ("",),
-    "modalities": (["text"],), "functions": ([],), "function_call": ("none",), "tool_choice": ("none",), "reasoning_effort": ("none",),
-    "verbosity": ("medium",), "logits_processors": ([],), "vllm_xargs": ({},), "guided_decoding_backend": ("auto",),
-}
 SAMPLING = (  # fields that are SamplingParams' own; None leaves the model's default
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids",
     "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids",
@@ -28,8 +22,14 @@ _MOST_SMALL = 1000  # bytes: a harmless value of an unserved field is shorter
 _MOST_PARTS = 65_536  # of one message
 
 
-def _unserved_fields(kind: type) -> tuple[str, ...]:
-    return tuple(name for name, hint in get_type_hints(kind, include_extras=True).items() if hint == Unserved)
+def _unserved_fields(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The fields of a request that are not served, and their values that ask for nothing."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        for meta in getattr(hint, "__metadata__", ()):
+            if isinstance(meta, msgspec.Meta) and meta.description == NOT_SERVED:
+                found[name] = tuple((meta.extra_json_schema or {})["enum"])
+    return found
 
 
 UNSERVED = {kind: _unserved_fields(kind) for kind in (CompletionRequest, ChatRequest, Message, Part)}
@@ -37,16 +37,14 @@ UNSERVED = {kind: _unserved_fields(kind) for kind in (CompletionRequest, ChatReq
 
 def check_unserved(item: Any, kind: type, where: str = "") -> None:
     """Raises: ApiError for a field that asks for what is not served, naming it."""
-    for name in UNSERVED[kind]:
+    for name, harmless in UNSERVED[kind].items():
         raw = getattr(item, name)
-        if raw is None:
-            continue
-        raw = bytes(raw).strip()
-        if raw == b"null":
+        if raw is None or first_byte(raw) == b"n":
             continue
         field = f"{where}.{name}" if where else name
-        if len(raw) > _MOST_SMALL or decode(raw, Any, field) not in HARMLESS.get(name, ()):
-            more = "; " + " and ".join(f"{shown(_json(value))} asks for nothing" for value in HARMLESS[name]) if name in HARMLESS else ""
+        # As JSON: to Python, false is 0.
+        if memoryview(raw).nbytes > _MOST_SMALL or _json(decode(raw, Any, field)) not in map(_json, harmless):
+            more = "".join(f"; {_json(value)} asks for nothing" for value in harmless if value is not None)
             raise unserved(f"{field} is known and not served by this version: leave it out{more}", field)
 
 

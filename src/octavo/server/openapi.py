@@ -1,5 +1,6 @@
 """The OpenAPI document, from the same structs that requests are parsed into and answers are encoded from."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -34,12 +35,18 @@ _REASONS = {
 _UNGUARDED = ("/health", "/ping")
 
 
-def document(settings: ServerSettings, metrics: bool) -> bytes:
-    """The document, as JSON."""
+def document(settings: ServerSettings, names: Sequence[str], metrics: bool) -> bytes:
+    """The document, as JSON. ``names``: the models'."""
     kinds = [request for _, _, request, _, _ in OPERATIONS.values() if request] + [reply for _, _, _, reply, _ in OPERATIONS.values()]
     if settings.allow_unknown_fields:
         kinds = [RELAXED.get(kind, kind) for kind in kinds]
     _, schemas = msgspec.json.schema_components([*kinds, Part, ErrorBody], ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        known = schema.get("properties", {})
+        if "model" in known and "object" not in known:  # a request
+            known["model"] = {"enum": [None, *names]}
+        if "n" in known:
+            known["n"]["maximum"] = settings.max_n
     paths: Json = {path: {operation[0]: _operation(path, operation, settings)} for path, operation in OPERATIONS.items()}
     if metrics:
         text = {"200": {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}}

@@ -20,8 +20,15 @@ def bounded(low: float | None = None, high: float | None = None, **more: Any) ->
 
 # What is accepted and changes nothing.
 NoOp = Annotated[Raw, Meta(description="Accepted; has no effect.")]
-# What this version does not serve: null and harmless values are accepted (fields.REFUSED), others are a 400 that names the field.
-Unserved = Annotated[Raw, Meta(description="Not served yet: only null and values that ask for nothing are accepted.")]
+NOT_SERVED = "Not served yet: only values that ask for nothing are accepted."
+
+
+def unserved(*harmless: Any) -> Any:
+    """A field that this version does not serve: null and ``harmless`` values are accepted, others are a 400 that names the field (fields.py)."""
+    return Annotated[Raw, Meta(description=NOT_SERVED, extra_json_schema={"enum": [None, *harmless]})]
+
+
+Unserved = unserved()
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PROMPT_SCHEMA = {
@@ -89,20 +96,20 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
     # known, not served
     best_of: Annotated[int | None, bounded(1)] = None  # n or less than n is an error of its own; more asks for ranking
-    use_beam_search: Unserved = None  # type: ignore[assignment]
-    length_penalty: Unserved = None  # type: ignore[assignment]
-    response_format: Unserved = None  # type: ignore[assignment]
+    use_beam_search: unserved(False) = None  # type: ignore[valid-type]
+    length_penalty: unserved(1, 1.0) = None  # type: ignore[valid-type]
+    response_format: unserved({"type": "text"}) = None  # type: ignore[valid-type]
     structured_outputs: Unserved = None  # type: ignore[assignment]
     guided_json: Unserved = None  # type: ignore[assignment]
     guided_regex: Unserved = None  # type: ignore[assignment]
     guided_choice: Unserved = None  # type: ignore[assignment]
     guided_grammar: Unserved = None  # type: ignore[assignment]
-    guided_decoding_backend: Unserved = None  # type: ignore[assignment]
+    guided_decoding_backend: unserved("auto") = None  # type: ignore[valid-type]
     guided_whitespace_pattern: Unserved = None  # type: ignore[assignment]
     structural_tag: Unserved = None  # type: ignore[assignment]
-    logits_processors: Unserved = None  # type: ignore[assignment]
+    logits_processors: unserved([]) = None  # type: ignore[valid-type]
     kv_transfer_params: Unserved = None  # type: ignore[assignment]
-    vllm_xargs: Unserved = None  # type: ignore[assignment]
+    vllm_xargs: unserved({}) = None  # type: ignore[valid-type]
     repetition_detection: Unserved = None  # type: ignore[assignment]
     lora_request: Unserved = None  # type: ignore[assignment]
 
@@ -113,7 +120,7 @@ class CompletionRequest(Generation):
     prompt: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
     max_tokens: Annotated[int | None, bounded(0)] = 16
     logprobs: Annotated[int | None, bounded(-1)] = None
-    suffix: Unserved = None  # type: ignore[assignment]
+    suffix: unserved("") = None  # type: ignore[valid-type]
     prompt_embeds: Unserved = None  # type: ignore[assignment]
 
 
@@ -163,7 +170,7 @@ class ChatRequest(Generation):
     chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=OBJECT_SCHEMA)] = None  # type: ignore[assignment]
     documents: Annotated[Raw, Meta(extra_json_schema=OBJECTS_SCHEMA)] = None  # type: ignore[assignment]
     tools: Annotated[Raw, Meta(extra_json_schema=OBJECTS_SCHEMA)] = None  # type: ignore[assignment]  # shown to the template with tool_choice none
-    tool_choice: Unserved = None  # type: ignore[assignment]
+    tool_choice: unserved("none") = None  # type: ignore[valid-type]
     # accepted, without effect
     store: bool | None = None
     metadata: NoOp = None  # type: ignore[assignment]
@@ -178,15 +185,15 @@ class ChatRequest(Generation):
     media_io_kwargs: NoOp = None  # type: ignore[assignment]
     # known, not served
     audio: Unserved = None  # type: ignore[assignment]
-    modalities: Unserved = None  # type: ignore[assignment]
+    modalities: unserved(["text"]) = None  # type: ignore[valid-type]
     prediction: Unserved = None  # type: ignore[assignment]
     web_search_options: Unserved = None  # type: ignore[assignment]
-    functions: Unserved = None  # type: ignore[assignment]
-    function_call: Unserved = None  # type: ignore[assignment]
-    reasoning_effort: Unserved = None  # type: ignore[assignment]
+    functions: unserved([]) = None  # type: ignore[valid-type]
+    function_call: unserved("none") = None  # type: ignore[valid-type]
+    reasoning_effort: unserved("none") = None  # type: ignore[valid-type]
     reasoning: Unserved = None  # type: ignore[assignment]
     thinking_token_budget: Unserved = None  # type: ignore[assignment]
-    verbosity: Unserved = None  # type: ignore[assignment]
+    verbosity: unserved("medium") = None  # type: ignore[valid-type]
     moderation: Unserved = None  # type: ignore[assignment]
     chat_template: Unserved = None  # type: ignore[assignment]  # a client's template is a program; the server's own is used
 
