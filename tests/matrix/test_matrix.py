@@ -7,6 +7,7 @@ set. `make test` runs sets in which every pair of values of two axes occurs; `ma
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,15 @@ def test_tiny_whole(tiny_model: str, tmp_path: Path, dtype: str) -> None:
 def test_smollm2_whole(smollm2: str, tmp_path: Path) -> None:
     job = {"count": 32, "max_prompt": 90, "max_tokens": 16, "max_model_len": 128}
     check(smollm2, cells_of(axes_of([16, 64, 2048], [1, 2, 3]), {False: 1024, True: 10}, whole=True), tmp_path, dtype="bfloat16", **job)
+
+
+@pytest.mark.matrix
+def test_generic_on_an_old_cpu(tiny_model: str, tmp_path: Path) -> None:
+    """A CPU of 2008 (no AVX): no illegal instruction anywhere, and the same bits as here."""
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None:
+        pytest.skip("qemu-x86_64 is not installed (Debian: qemu-user)")
+    job = {"model": tiny_model, "dtype": "bfloat16", "count": 6, "max_prompt": 40, "max_tokens": 6, "max_model_len": 64,
+           "cells": [{"alone": False, "budget": 64, "blocks": 64, "threads": 1}]}
+    here, there = run("generic", job, tmp_path), run("generic", job, tmp_path, [emulator, "-cpu", "Nehalem"])
+    assert here == there

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import octavo
+
 QEMU = shutil.which("qemu-x86_64")
 CODE = """
 import sys; sys.path[:0] = {path!r}
@@ -23,7 +25,7 @@ print(native_info()["variant"] if {bare} else "generic", hashlib.sha1(rig.read(o
 def test_nehalem():
     root = Path(__file__).parents[2]
     python = str(Path(sys.executable).resolve())
-    path = [str(root / "src"), str(root), *(p for p in sys.path if p.endswith("site-packages"))]
+    path = [str(Path(octavo.__file__).parents[1]), str(root), *(p for p in sys.path if p.endswith("site-packages"))]
     runs = [
         subprocess.run([*command, python, "-c", CODE.format(path=path, bare=bare)], capture_output=True, text=True, timeout=240)
         for command, bare in (([], False), ([QEMU, "-cpu", "Nehalem"], True))
