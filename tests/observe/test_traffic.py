@@ -23,6 +23,7 @@ def test_rates_since_the_last_line_and_silence_when_idle() -> None:
     clock.now = 10
     assert traffic.tell() is None  # nothing came yet
     metrics.arrived(["a"], 30, SamplingParams(), 10.0)
+    metrics.arrived(["b", "c"], 30, SamplingParams(n=2), 10.0)
     metrics.batch(step(10, 11, 30, [Delta("a", [1])]), 11)
     metrics.batch(step(11, 12, 1, [Delta("a", [2, 3, 4])]), 12)
     clock.now = 20
@@ -30,7 +31,8 @@ def test_rates_since_the_last_line_and_silence_when_idle() -> None:
     clock.now = 30
     assert traffic.tell() == "0.0 tokens/s in, 0.0 tokens/s out, running 2, waiting 1, KV use 25.0 %"  # open, and stuck: worth a line
     metrics.batch(step(12, 13, 1, [Delta("a", [5], finish_reason="stop")], stats=EngineStats(kv_total=40, kv_free=40, preemptions=2)), 13)
-    metrics.ended("a", "stop", 13)
+    for sequence in ("a", "b", "c"):
+        metrics.ended(sequence, "stop", 13)
     clock.now = 40
     assert traffic.tell() == "0.0 tokens/s in, 0.1 tokens/s out, running 0, waiting 0, KV use 0.0 %, preemptions 2"
     clock.now = 50
@@ -42,7 +44,7 @@ def test_rates_since_the_last_line_and_silence_when_idle() -> None:
 def test_it_tells_the_log_at_its_pace(caplog) -> None:  # type: ignore[no-untyped-def]
     metrics = Metrics("m", CONFIG)
     metrics.stats = STATS
-    metrics.arrived(["a"], 3, SamplingParams(), 0.0)
+    metrics.arrived(["a", "b", "c"], 3, SamplingParams(n=3), 0.0)
 
     async def watch() -> None:
         task = asyncio.create_task(Traffic(metrics, logging.getLogger("octavo.test")).run(0.01))

@@ -129,7 +129,7 @@ def test_the_engines_death_ends_every_stream_within_two_seconds(tiny: str) -> No
             assert result.end == "failed" and "killed" in json.loads(result.events[-1])["error"]["message"]
         status, body = server.request("POST", "/v1/completions", ENDLESS)
         assert status == 503 and "killed" in json.loads(body)["error"]["message"]
-        assert server.request("GET", "/ping")[0] == 200
+        assert server.request("GET", "/ping")[0] == 200 and server.metrics()["num_requests_running"] == 0
         assert server.process.wait(run.LINGER + 5) == 1  # a supervisor's turn
         assert time.monotonic() - began > run.LINGER - 1
 

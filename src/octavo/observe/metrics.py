@@ -129,6 +129,16 @@ class Metrics(Collector):
         """Sequences that have arrived and not ended."""
         return len(self._open)
 
+    @property
+    def running(self) -> int:
+        """Sequences running, by the engine's last word; never more than are open, as an engine that died says nothing more."""
+        return min(self.stats.running, len(self._open)) if self.stats else 0
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue, likewise."""
+        return min(self.stats.waiting, len(self._open)) if self.stats else 0
+
     # -- what happens
 
     def arrived(self, sequences: Iterable[str], num_prompt: int, params: "SamplingParams", arrival: float) -> None:
@@ -195,8 +205,7 @@ class Metrics(Collector):
         names, values = list(self._labels), list(self._labels.values())
         stats = self.stats
         gauges = {
-            "num_requests_running": (stats.running if stats else 0, "Sequences running."),
-            "num_requests_waiting": (stats.waiting if stats else 0, "Sequences in the queue."),
+            "num_requests_running": (self.running, "Sequences running."), "num_requests_waiting": (self.waiting, "Sequences in the queue."),
             "kv_cache_usage_perc": (kv_use(stats), "Part of the KV blocks in use: 1 is all."),
         }
         for name, (value, text) in gauges.items():

@@ -30,8 +30,8 @@ class Traffic:
         was_busy, self._busy = self._busy, busy
         if not (busy or was_busy) or seconds <= 0:
             return None
-        line = (f"{came / seconds:.1f} tokens/s in, {went / seconds:.1f} tokens/s out, running {stats.running if stats else 0}, "
-                f"waiting {stats.waiting if stats else 0}, KV use {100 * kv_use(stats):.1f} %")
+        line = (f"{came / seconds:.1f} tokens/s in, {went / seconds:.1f} tokens/s out, running {self._metrics.running}, "
+                f"waiting {self._metrics.waiting}, KV use {100 * kv_use(stats):.1f} %")
         if lost:
             line += f", preemptions {int(lost)}"
         self._logger.info("%s", line)
