@@ -14,7 +14,8 @@ from octavo.server.schema import ChatRequest, CompletionRequest
 from octavo.server.settings import ServerSettings
 
 CONTEXT = 64
-SMALL = ServerSettings(max_body_bytes=10_000, max_n=4, max_choices=6, max_stop=3, max_stop_chars=5, max_logit_bias=2)
+SMALL = ServerSettings(max_body_bytes=10_000, max_n=4, max_choices=6, max_stop=3, max_stop_chars=5, max_logit_bias=2, max_bad_words=2,
+                       max_bad_word_chars=5)
 JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
 DEEP = b"[" * 4000 + b"]" * 4000
@@ -55,7 +56,9 @@ SHARED: list[tuple[str, Any, str]] = [
     ("stop", 5, "array"), ("stop", ["a", 5], "str"), ("stop", ["a", "b", "c", "d"], "at most 3"), ("stop", "abcdef", "at most 5"),
     ("stop", "", "empty"),
     ("stop", ["a", ""], "stop[1] is empty"), ("stop_token_ids", [257], "0 to 256"), ("stop_token_ids", [-1], "-1"), ("stop_token_ids", 5, "array"),
-    ("bad_words", [""], "non-empty"), ("bad_words", "ab", "array"), ("logit_bias", {"257": 1}, "0 to 256"), ("logit_bias", {"-1": 1}, "-1"),
+    ("bad_words", [""], "non-empty"), ("bad_words", ["a"] * 3, "at most 2"), ("bad_words", ["abcdef"], "at most 5"),
+    ("stop_token_ids", [1] * 258, "at most 257"), ("allowed_token_ids", [1] * 258, "at most 257"), ("stop", "x" * 300, "302 bytes"),
+    ("bad_words", "ab", "array"), ("logit_bias", {"257": 1}, "0 to 256"), ("logit_bias", {"-1": 1}, "-1"),
     ("logit_bias", {"x": 1}, "int"), ("logit_bias", {"1": 101}, "101"), ("logit_bias", {"1": "1"}, "float"),
     ("logit_bias", {"1": 1, "2": 1, "3": 1}, "at most 2"), ("logit_bias", [1], "object"), ("allowed_token_ids", [], "empty"),
     ("allowed_token_ids", [999], "999"), ("prompt_logprobs", -2, "-2"), ("prompt_logprobs", 21, "20"), ("prompt_logprobs", 2**70, "below"),
@@ -81,7 +84,8 @@ COMPLETION_ONLY: list[tuple[str, Any, str]] = [
     ("max_tokens", 0, "echo"), ("max_tokens", 64, "at most 63"),
 ]
 CHAT_ONLY: list[tuple[str, Any, str]] = [
-    ("messages", [], "empty"), ("messages", "hi", "array"), ("messages", None, "array"), ("messages", [5], "object"),
+    ("messages", [], "empty"), ("messages", USER * (CONTEXT + 1), "65 entries"), ("messages", "hi", "array"), ("messages", None, "array"),
+    ("messages", [5], "object"),
     ("logprobs", 1, "bool"), ("top_logprobs", 2, "logprobs"), ("max_tokens", 0, "at least 1"), ("max_completion_tokens", 0, "at least 1"),
     ("max_completion_tokens", 64, "at most"), ("tools", [{"type": "function"}], "tool_choice"), ("tools", 5, "array"),
     ("tool_choice", "auto", "not served"),

@@ -35,11 +35,11 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(request, field)
     params = sampling(
-        request, llm.defaults, settings, max_tokens=asked, logprobs=_alternatives(request), prompt_logprobs=request.prompt_logprobs,
+        request, llm.defaults, settings, llm.vocab_size, max_tokens=asked, logprobs=_alternatives(request), prompt_logprobs=request.prompt_logprobs,
         max_tokens_field=field,
     )
     llm.inputs.check(params)
-    messages = check_messages(request.messages, developer=llm.template is not None and llm.template.mentions("developer"))
+    messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
     options = template_options(request)
     documents = free_json(request.documents, list[Json], "documents")
     llm.check_room(params.n)

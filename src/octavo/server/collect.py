@@ -12,7 +12,7 @@ LOWEST = -9999.0  # JSON has no -inf; vLLM's number
 class Choice:
     """News of one choice, gathered until ``take``. ``textless``: the model has no tokenizer, so tokens are all there is to tell."""
 
-    __slots__ = ("_textless", "finish_reason", "logprobs", "parts", "said", "stop_reason", "token_ids", "total")
+    __slots__ = ("_textless", "finish_reason", "logprobs", "parts", "said", "stop_reason", "token_ids")
 
     def __init__(self, *, textless: bool = False) -> None:
         self._textless = textless
@@ -21,7 +21,6 @@ class Choice:
         self.logprobs: list[dict[int, Logprob]] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.total = 0  # tokens, over all news
         self.said = False  # whether anything was taken
 
     def add(self, news: CompletionOutput) -> None:
@@ -29,7 +28,6 @@ class Choice:
         if news.text:
             self.parts.append(news.text)
         self.token_ids.extend(news.token_ids)
-        self.total += len(news.token_ids)
         if news.logprobs:
             self.logprobs.extend(news.logprobs)
         self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason

@@ -40,7 +40,8 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     if request.echo and scores is None:
         scores = request.logprobs
     params = sampling(
-        request, llm.defaults, settings, max_tokens=1 if prompt_only else request.max_tokens, logprobs=request.logprobs, prompt_logprobs=scores,
+        request, llm.defaults, settings, llm.vocab_size, max_tokens=1 if prompt_only else request.max_tokens, logprobs=request.logprobs,
+        prompt_logprobs=scores,
     )
     llm.inputs.check(params)
     given = parse_prompts(request.prompt, llm.max_model_len, settings)

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Raw
 
 from octavo.core.sampling import SamplingParams
-from octavo.errors import InvalidRequest
+from octavo.errors import ContextTooLong, InvalidRequest
 from octavo.server.body import decode, first_byte, shown
 from octavo.server.errors import ApiError, invalid, unserved
 from octavo.server.schema import NOT_SERVED, ROLES, ChatRequest, CompletionRequest, Generation, Json, Message, Part, TokenizeRequest
@@ -66,7 +66,7 @@ def check_tools(request: ChatRequest) -> list[Json] | None:
 
 
 def sampling(
-    request: Generation, defaults: SamplingParams, settings: ServerSettings, *, max_tokens: int | None, logprobs: int | None,
+    request: Generation, defaults: SamplingParams, settings: ServerSettings, vocab: int, *, max_tokens: int | None, logprobs: int | None,
     prompt_logprobs: int | None, max_tokens_field: str = "max_tokens",
 ) -> SamplingParams:
     """The parameters that a request asks for, on top of the model's own. Raises: ApiError, naming the field."""
@@ -79,8 +79,7 @@ def sampling(
     n = given.get("n", 1)
     if n > settings.max_n:
         raise invalid(f"n is {n}; at most {settings.max_n} answers to one prompt are given", "n")
-    if len(given.get("logit_bias", ())) > settings.max_logit_bias:
-        raise invalid(f"logit_bias has {len(given['logit_bias'])} entries; at most {settings.max_logit_bias} are accepted", "logit_bias")
+    _check_sizes(given, settings, vocab)
     _check_best_of(request.best_of, n)
     given["max_tokens"] = defaults.max_tokens if max_tokens is None else max_tokens
     if max_tokens is None and given["max_tokens"] is not None and given.get("min_tokens", 0) > given["max_tokens"]:
@@ -98,6 +97,9 @@ def stop_strings(raw: Raw | None, settings: ServerSettings) -> list[str]:
     """One stop string or several. Raises: ApiError beyond the limits."""
     if raw is None:
         return []
+    if (size := memoryview(raw).nbytes) > settings.max_stop * (12 * settings.max_stop_chars + 8):  # the longest that JSON can spell a string
+        most = f"at most {settings.max_stop} strings of at most {settings.max_stop_chars} characters"
+        raise invalid(f"stop has {size} bytes; {most} are accepted", "stop")
     first = first_byte(raw)
     stops = [decode(raw, str, "stop")] if first == b'"' else decode(raw, list[str] | None, "stop") or []
     if len(stops) > settings.max_stop:
@@ -110,13 +112,15 @@ def stop_strings(raw: Raw | None, settings: ServerSettings) -> list[str]:
     return stops
 
 
-def check_messages(messages: Sequence[Message], *, developer: bool) -> list[Json]:
+def check_messages(messages: Sequence[Message], context: int, *, developer: bool) -> list[Json]:
     """Messages as chat templates take them. Without ``developer`` that role becomes system.
 
     Raises: ApiError, naming the message and its field.
     """
     if not messages:
         raise invalid("messages is empty: at least one is needed", "messages")
+    if len(messages) > context:
+        raise ContextTooLong(f"messages has {len(messages)} entries; the context holds {context} tokens", "messages")
     return [_message(message, f"messages[{place}]", developer) for place, message in enumerate(messages)]
 
 
@@ -181,6 +185,19 @@ def check_room(length: int, asked: int | None, context: int, field: str = "max_t
             400, f"{field} is {asked} and the prompt has {length} tokens; the context holds {context}, so {field} may be at most {context - length}",
             field, "context_length_exceeded",
         )
+
+
+def _check_sizes(given: Mapping[str, Any], settings: ServerSettings, vocab: int) -> None:
+    """Lists that would take long to look through, or to tokenize, are refused by their lengths."""
+    limits = (
+        ("logit_bias", settings.max_logit_bias), ("bad_words", settings.max_bad_words), ("stop_token_ids", vocab), ("allowed_token_ids", vocab),
+    )
+    for name, most in limits:
+        if (size := len(given.get(name, ()))) > most:
+            raise invalid(f"{name} has {size} entries; at most {most} are accepted", name)
+    for place, word in enumerate(given.get("bad_words", ())):
+        if len(word) > settings.max_bad_word_chars:
+            raise invalid(f"bad_words[{place}] has {len(word)} characters; at most {settings.max_bad_word_chars} are accepted", "bad_words")
 
 
 def _check_best_of(best_of: int | None, n: int) -> None:

@@ -1,5 +1,6 @@
 """One request's life: prompts to the engine, news back, as one JSON body or as server-sent events. Both APIs run through here."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -36,6 +37,8 @@ class Job:
     n: int  # answers per prompt; params.n is 1 where only the prompt is wanted
     prompt_only: bool = False  # echo with max_tokens 0: nothing is generated
     created: int = field(default_factory=lambda: int(time.time()))
+    given: int = field(init=False)  # tokens of all prompts
+    made: int = 0  # tokens of all answers
     cached: int = 0  # prompt tokens that the cache had
     prompt_logprobs: dict[int, PromptLogprobs | None] = field(default_factory=dict)  # by prompt
     choices: list[Choice] = field(init=False)
@@ -43,13 +46,13 @@ class Job:
 
     def __post_init__(self) -> None:
         tokenizer = self.context.llm.tokenizer
+        self.given = sum(len(prompt.ids) for prompt in self.prompts)
         self.choices = [Choice(textless=tokenizer is None) for _ in range(self.n * len(self.prompts))]
         self.speller = Speller(tokenizer, bool(self.request.return_tokens_as_token_ids))
 
     def usage(self) -> Usage:
         """Token counts so far."""
-        given, made = sum(len(prompt.ids) for prompt in self.prompts), sum(choice.total for choice in self.choices)
-        return Usage(given, made, given + made, PromptTokensDetails(self.cached))
+        return Usage(self.given, self.made, self.given + self.made, PromptTokensDetails(self.cached))
 
     async def start(self) -> Merged:
         """Hand every prompt to the engine. Raises: what it refuses one with; then none is left running."""
@@ -57,6 +60,8 @@ class Job:
         generators: list[AsyncGenerator[RequestOutput, None]] = []
         try:
             for prompt in self.prompts:
+                if generators:
+                    await asyncio.sleep(0)  # a thousand prompts at once would hold everybody else up
                 if self.prompt_only and self.params.prompt_logprobs is None:
                     generators.append(_unrun(prompt))
                 else:
@@ -80,6 +85,7 @@ class Job:
                 raise ApiError(503, "the server ended this request before it was finished", code="aborted")
             index = place * self.n + news.index
             self.choices[index].add(news)
+            self.made += len(news.token_ids)
             touched.append(index)
         return touched
 

@@ -33,8 +33,8 @@ Unserved = unserved()
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string"}, _IDS,
-        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _IDS]}},
+        {"type": "string", "minLength": 1}, _IDS,
+        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}},
     ]
 }
 CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/components/schemas/Part"}}, {"type": "null"}]}
@@ -63,7 +63,7 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int | None, bounded(1)] = None
     temperature: Annotated[float | None, bounded(0)] = None
     top_p: Annotated[float | None, bounded(None, 1, exclusiveMinimum=0)] = None
-    top_k: Annotated[int | None, bounded(-1)] = None
+    top_k: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
     min_p: Annotated[float | None, bounded(0, 1)] = None
     presence_penalty: Annotated[float | None, bounded(-2, 2)] = None
     frequency_penalty: Annotated[float | None, bounded(-2, 2)] = None
@@ -75,13 +75,13 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[int, Annotated[float, bounded(-100, 100)]] | None = None
     allowed_token_ids: Ids | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int | None, bounded(0)] = None
-    prompt_logprobs: Annotated[int | None, bounded(-1)] = None
+    min_tokens: Annotated[int | None, bounded(0, 2**31 - 1)] = None
+    prompt_logprobs: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     # the prompt and the shape of the answer
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int | None, bounded(-1)] = None
+    truncate_prompt_tokens: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
     truncation_side: Annotated[str | None, bounded(enum=["left", "right", None])] = None
     echo: bool | None = None
     return_token_ids: bool | None = None
@@ -118,8 +118,8 @@ class CompletionRequest(Generation):
     """POST /v1/completions."""
 
     prompt: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
-    max_tokens: Annotated[int | None, bounded(0)] = 16
-    logprobs: Annotated[int | None, bounded(-1)] = None
+    max_tokens: Annotated[int | None, bounded(0, 2**31 - 1)] = 16
+    logprobs: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
     suffix: unserved("") = None  # type: ignore[valid-type]
     prompt_embeds: Unserved = None  # type: ignore[assignment]
 
@@ -161,10 +161,10 @@ class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], bounded(minItems=1)]
-    max_tokens: Annotated[int | None, bounded(1)] = None
-    max_completion_tokens: Annotated[int | None, bounded(1)] = None
+    max_tokens: Annotated[int | None, bounded(1, 2**31 - 1)] = None
+    max_completion_tokens: Annotated[int | None, bounded(1, 2**31 - 1)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, bounded(-1)] = None
+    top_logprobs: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=OBJECT_SCHEMA)] = None  # type: ignore[assignment]

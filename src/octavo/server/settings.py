@@ -21,3 +21,5 @@ class ServerSettings:
     max_stop: int = 64
     max_stop_chars: int = 1024
     max_logit_bias: int = 1024
+    max_bad_words: int = 256  # each is tokenized twice
+    max_bad_word_chars: int = 256

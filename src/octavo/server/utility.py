@@ -46,7 +46,7 @@ async def tokenize(context: Context, http: Request) -> Response:
         raise invalid("give either prompt or messages", "prompt")
     special = request.add_special_tokens
     if request.messages is not None:
-        messages = check_messages(request.messages, developer=llm.template is not None and llm.template.mentions("developer"))
+        messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
         tools = free_json(request.tools, list[Json], "tools")
         text = await llm.render(messages, tools=tools, **template_options(request))
         ids = await encode(llm, text, "messages", special=bool(special), settings=context.settings)
