@@ -201,7 +201,7 @@ def test_a_long_text_is_refused_or_tokenized_without_holding_up_the_loop(served:
         await watcher
         return worst
 
-    assert runner.run(run()) < 0.4  # seconds; the work takes longer than that in all, and the machine may be busy
+    assert runner.run(run()) < 0.5  # seconds; the work takes longer in all
 
 
 def test_smollm2_gives_offlines_tokens(smollm2: str) -> None:

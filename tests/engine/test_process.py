@@ -178,6 +178,44 @@ def test_kill_nine_ends_every_answer(folder: str) -> None:
     serve(folder, scene)
 
 
+def test_requests_in_the_moment_of_a_death_hear_of_it_too(folder: str) -> None:
+    """The socket is gone before the death is known: whoever asks, leaves or aborts then must not meet the socket's own error."""
+
+    async def scene(llm: AsyncLLM, pid: int) -> None:
+        first = llm.generate(PROMPT, LONG, request_id="first")
+        await anext(first)
+        os.kill(pid, signal.SIGKILL)
+        asked = 0
+        while llm.failure is None:
+            news, leaver = llm.generate(PROMPT, LONG), llm.generate(PROMPT, LONG)
+            await leaver.aclose()
+            await llm.abort("first")
+            asked += 1
+            task = asyncio.create_task(anext(news))
+            await asyncio.sleep(0.002)
+        with pytest.raises(WorkerDied, match="signal 9"):
+            await asyncio.wait_for(task, 2)
+        assert asked > 5 and llm.num_open == 0
+
+    serve(folder, scene)
+
+
+def test_an_idle_engine_takes_no_processor_time(folder: str) -> None:
+    def ticks(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    async def scene(llm: AsyncLLM, pid: int) -> None:
+        async for _ in llm.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)):
+            pass
+        await asyncio.sleep(0.2)  # the kernels' threads spin a little before they sleep
+        before = ticks(pid), ticks(os.getpid())
+        await asyncio.sleep(1)
+        assert ticks(pid) - before[0] <= 2 and ticks(os.getpid()) - before[1] <= 5  # hundredths of a second
+
+    serve(folder, scene)
+
+
 def test_death_while_starting(folder: str) -> None:
     async def run() -> None:
         llm = AsyncLLM(folder, **SETTINGS)

@@ -55,9 +55,11 @@ class ProcessClient:
 
     def send(self, message: ToEngine) -> None:
         """Send without blocking: the queue to the engine has no bound of its own."""
+        frame = encode(message)
         if self._closed:
             return
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        with suppress(zmq.Again):  # the peer is gone, and its pipe is about to tell
+            self._socket.send(frame, zmq.NOBLOCK)
         # ZMQ's descriptor tells of a change once, and a send may be what swallows it.
         if self._loop is not None and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._read_socket)
