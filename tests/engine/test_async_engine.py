@@ -205,7 +205,7 @@ def test_a_reader_that_leaves_takes_its_request_along(how: str) -> None:
         assert sorted(engine.aborted) == sorted(engine.ids) and len(engine.ids) == 2
         assert llm.num_open == llm.num_waiting == 0 and await llm.drain(1)
         engine.step(*(Delta(name, finish_reason="abort") for name in engine.ids))  # heard by nobody
-        assert not llm._sequences and not llm._flights
+        assert not llm._board.sequences and not llm._board.flights
 
     play(scene)
 
@@ -219,7 +219,7 @@ def test_leaving_during_tokenization() -> None:
             leave(news, task)
             await asyncio.wait((task,), timeout=5)
             assert task.done()
-        assert llm.num_open == 0 and llm._preparing == 0
+        assert llm.num_open == 0 and llm._board.preparing == 0
         await asyncio.sleep(0.02)
         assert set(engine.aborted) == set(engine.ids)  # a tokenization that was too late to stop starts nothing that lasts
 
@@ -294,7 +294,7 @@ def test_abort_by_id() -> None:
         await llm.abort_all()
         with pytest.raises(Cancelled):
             await read(text)
-        assert llm.num_open == 0 and llm._preparing == 0
+        assert llm.num_open == 0 and llm._board.preparing == 0
 
     play(scene)
 
@@ -315,7 +315,7 @@ def test_errors_of_one_request() -> None:
         for given, kind in (("x" * CONTEXT, ContextTooLong), ([1000], InvalidRequest), ([], InvalidRequest), ({"no": 1}, InvalidRequest)):
             with pytest.raises(kind):
                 await read(llm.generate(given, SamplingParams()))
-        assert llm.num_open == llm._preparing == 0 and not engine.told
+        assert llm.num_open == llm._board.preparing == 0 and not engine.told
         news = llm.generate(prompt(), SamplingParams(max_tokens=10**50), priority=2**63 - 1)
         engine.step(Delta(engine.ids[0], finish_reason="error", error="why"))
         sample = (await read(news))[-1].outputs[0]
@@ -596,6 +596,6 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
             await one(place)
         gc.collect()
         assert len(gc.get_objects()) - before < 40
-        assert not llm._flights and not llm._sequences and not llm._queued and llm._preparing == 0
+        assert not llm._board.flights and not llm._board.sequences and not llm._board.queued and llm._board.preparing == 0
 
     play(scene)

@@ -164,7 +164,7 @@ def test_nothing_is_lost_or_mixed_up_when_readers_leave(served: AsyncLLM, offlin
     results = runner.run(run())
     for number in range(200):
         assert number in leavers or results[number] == expected[number], number
-    assert runner.run(served.drain(5)) and served.num_waiting == 0 and not served._sequences
+    assert runner.run(served.drain(5)) and served.num_waiting == 0 and not served._board.sequences
 
     async def settled() -> None:
         while served.stats.kv_free != served.stats.kv_total or served.stats.running or served.stats.waiting:

@@ -5,30 +5,28 @@ runs it all; nothing here is safe to call from other threads.
 """
 
 import asyncio
-import itertools
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.config import Config
 from octavo.core.sampling import SamplingParams
 from octavo.engine.console import LOGGER, show_log
 from octavo.engine.generation import Flight, Generation
 from octavo.engine.inputs import Inputs, Prompt
-from octavo.engine.messages import Abort, Add, Batch, Begin, End, EngineStats, FromEngine, Note, Progress, Ready
+from octavo.engine.messages import Abort, Batch, Begin, End, EngineStats, FromEngine, Note, Progress, Ready
 from octavo.engine.outputs import Answer
 from octavo.engine.report import LogReport, Report, phase
 from octavo.engine.settings import make_config
+from octavo.engine.switchboard import Listener, Switchboard
 from octavo.errors import Cancelled, ConfigError, ContextTooLong, InvalidRequest, OctavoError, QueueFull, WorkerDied
-from octavo.observe.events import Admitted, Preempted
 
 if TYPE_CHECKING:
     from octavo.engine.client import EngineClient
@@ -40,19 +38,6 @@ STALL_SECONDS = 60.0  # without a step while work is unfinished: the engine hang
 TEXT_THREADS = 4  # a long prompt in one must not hold up the short ones
 MOST_RETRY_SECONDS = 60
 PRIORITIES = 2**63
-
-
-class Listener(Protocol):
-    """Hears what happens to sequences, on the event loop; ``sequence`` is an id in the engine. Once per sequence and in this order:"""
-
-    def arrived(self, sequences: Iterable[str], num_prompt: int, params: SamplingParams, arrival: float) -> None:
-        """A request was accepted; its n sequences."""
-
-    def batch(self, batch: Batch, now: float) -> None:
-        """One step's news, before they are handed out."""
-
-    def ended(self, sequence: str, reason: str, now: float) -> None:
-        """A sequence is over, for the reason that its caller is told: stop (a stop string too), length, abort, error."""
 
 
 class AsyncLLM:
@@ -99,8 +84,8 @@ class AsyncLLM:
         self.config = config  # final once started
         self.vocab_size = vocab
         self.tokenizer, self.template, self.defaults = text.tokenizer, text.template, text.defaults
-        self.listeners: list[Listener] = []
-        self.stats = EngineStats()
+        self._board = Switchboard(client.send)
+        self.listeners: list[Listener] = self._board.listeners
         self.failure: str | None = None  # why the engine can answer no more
         self.on_death = asyncio.Event()  # set when it cannot, unless it was shut down
         self.stall_seconds = STALL_SECONDS
@@ -116,15 +101,6 @@ class AsyncLLM:
         self._longest_token = text.longest_token()
         self._ready: asyncio.Future[Ready] | None = None
         self._started = self._shut = False
-        self._numbers = itertools.count()  # of requests: an id in the engine is never used twice
-        self._flights: dict[str, Flight] = {}  # by request id; accepted and not ended
-        self._sequences: dict[str, tuple[Flight, int]] = {}  # by id in the engine; its place among the n
-        self._queued: set[str] = set()  # sequences that the scheduler has not admitted yet
-        self._preparing = 0  # places held by what is being rendered or tokenized
-        self._admissions: deque[float] = deque(maxlen=64)  # when the last ones were
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._progress = 0.0  # when the engine last showed life, or was given work after a pause
 
     # -- start and end
 
@@ -155,7 +131,7 @@ class AsyncLLM:
     async def drain(self, timeout: float | None = None) -> bool:
         """Wait until nothing is open, at most ``timeout`` seconds; whether that came about."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
+            await asyncio.wait_for(self._board.idle.wait(), timeout)
         except TimeoutError:
             return False
         return True
@@ -165,7 +141,7 @@ class AsyncLLM:
         self._shut = True
         self.failure = self.failure or "it was shut down"
         await self._client.stop()
-        self._end_all(WorkerDied("the engine was shut down"))
+        self._board.fail_all(WorkerDied("the engine was shut down"))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -182,19 +158,24 @@ class AsyncLLM:
     # -- facts
 
     @property
+    def stats(self) -> EngineStats:
+        """What the engine said about itself after its last step."""
+        return self._board.stats
+
+    @property
     def num_open(self) -> int:
         """Requests that were accepted and have not ended."""
-        return len(self._flights)
+        return len(self._board.flights)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that were accepted and that the scheduler has not admitted yet."""
-        return len(self._queued)
+        return len(self._board.queued)
 
     @property
     def num_running(self) -> int:
         """Sequences running, after the engine's last step."""
-        return self.stats.running
+        return self._board.stats.running
 
     def health(self) -> str | None:
         """None when all is well, else what is wrong."""
@@ -202,9 +183,9 @@ class AsyncLLM:
             return self.failure
         if not self._started:
             return "the engine is starting"
-        silent = time.monotonic() - self._progress
-        if self._sequences and silent > self.stall_seconds:
-            return f"the engine has made no step for {silent:.0f} s, and {len(self._sequences)} sequences are unfinished"
+        silent = time.monotonic() - self._board.progress
+        if self._board.sequences and silent > self.stall_seconds:
+            return f"the engine has made no step for {silent:.0f} s, and {len(self._board.sequences)} sequences are unfinished"
         return None
 
     # -- before the engine
@@ -215,7 +196,7 @@ class AsyncLLM:
         Raises: QueueFull; WorkerDied.
         """
         self._check_alive()
-        waiting, most = len(self._queued) + self._preparing, self._most_queued
+        waiting, most = len(self._board.queued) + self._board.preparing, self._most_queued
         if most is not None and waiting and waiting + n > most:
             retry = self._retry_after(waiting)
             raise QueueFull(f"{waiting} requests wait, and the queue has room for {most} (max_num_queued_reqs): try again in {retry} s", None, retry)
@@ -270,34 +251,31 @@ class AsyncLLM:
             raise InvalidRequest(f"priority must be a whole number of 64 bits, not {priority!r}", "priority")
         if not isinstance(prompt, Prompt):
             self.check_room(params.n)
-        flight = Flight(self._name(request_id), params)
+        flight = Flight(self._board.name(request_id), params)
         submit, start = partial(self._submit, flight, bad_words, priority), None
         if isinstance(prompt, Prompt):
             submit(prompt)
         else:
             start = partial(self._tokenize_and_submit, flight, prompt, add_special_tokens, submit)
-            flight.reserved = params.n
-            self._preparing += flight.reserved
-        self._flights[flight.request_id] = flight
-        self._idle.clear()
-        return Generation(flight, start, self._leave, deltas=deltas, loop=asyncio.get_running_loop())
+        self._board.open(flight, 0 if start is None else params.n)
+        return Generation(flight, start, self._board.leave, deltas=deltas, loop=asyncio.get_running_loop())
 
     async def abort(self, request_id: str) -> bool:
         """End a request: its reader sees finish_reason "abort". False when it is unknown or has ended."""
-        flight = self._flights.get(request_id)
+        flight = self._board.flights.get(request_id)
         if flight is None:
             return False
         if flight.open:
             self._client.send(Abort(list(flight.open)))
         else:  # in tokenization: nobody but its reader knows of it
             flight.error = Cancelled(f"request {request_id!r} was aborted before it began")
-            self._forget(flight, "abort")
+            self._board.forget(flight, "abort")
             flight.wake()
         return True
 
     async def abort_all(self) -> None:
         """End every open request."""
-        for request_id in list(self._flights):
+        for request_id in list(self._board.flights):
             await self.abort(request_id)
 
     # -- to the engine
@@ -308,25 +286,14 @@ class AsyncLLM:
         if not self._started:
             raise WorkerDied("this AsyncLLM is not started: await start(), or use async with")
 
-    def _name(self, given: str | None) -> str:
-        if given is None:
-            while (made := f"request-{next(self._numbers)}") in self._flights:
-                pass
-            return made
-        if not isinstance(given, str) or not given:
-            raise InvalidRequest(f"request_id must be a non-empty string, not {given!r}", "request_id")
-        if given in self._flights:
-            raise InvalidRequest(f"request id {given!r} is in use by an unfinished request", "request_id")
-        return given
-
     @contextmanager
     def _place(self) -> Iterator[None]:
         """Count a text that is worked on as one that waits, so that a burst is refused before it is tokenized."""
-        self._preparing += 1
+        self._board.preparing += 1
         try:
             yield
         finally:
-            self._preparing -= 1
+            self._board.preparing -= 1
 
     async def _in_pool(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -353,28 +320,17 @@ class AsyncLLM:
             )
 
     def _submit(self, flight: Flight, bad_words: tuple[tuple[int, ...], ...], priority: int, prompt: Prompt) -> None:
-        """Send a checked request. From here on its sequences are known, until each has ended."""
         self._check_alive()
         now = time.monotonic()
-        requests = self.inputs.requests(
-            f"{flight.request_id}~{next(self._numbers)}", prompt, flight.params, bad_words, arrival=now, priority=priority,
-        )
-        self._client.send(Add.of(requests, self.vocab_size))
-        self._release(flight)
-        flight.answer = Answer(flight.request_id, prompt, flight.params, self.tokenizer, now)
-        if not self._sequences:
-            self._progress = now
-        for index, request in enumerate(requests):
-            flight.open.add(request.id)
-            self._queued.add(request.id)
-            self._sequences[request.id] = flight, index
-        self._tell("arrived", [request.id for request in requests], len(prompt.ids), flight.params, now)
+        requests = self.inputs.requests(self._board.engine_id(flight.request_id), prompt, flight.params, bad_words, arrival=now, priority=priority)
+        answer = Answer(flight.request_id, prompt, flight.params, self.tokenizer, now)
+        self._board.submit(flight, answer, requests, len(prompt.ids), self.vocab_size)
 
     # -- from the engine
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Batch):
-            self._on_batch(message)
+            self._board.deliver(message)
         elif isinstance(message, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)
@@ -387,46 +343,6 @@ class AsyncLLM:
         elif isinstance(message, Note):
             self._report.note(message.text)
 
-    def _on_batch(self, batch: Batch) -> None:
-        now = self._progress = time.monotonic()
-        self.stats = batch.stats
-        self._tell("batch", batch, now)
-        for event in batch.events:
-            if isinstance(event, Admitted | Preempted) and (found := self._sequences.get(event.request_id)) is not None:
-                self._on_event(event, found[0], batch.begun)
-        stopped = []
-        for delta in batch.deltas:
-            found = self._sequences.get(delta.request_id)
-            if found is None:
-                continue  # its reader left, or a stop string ended it
-            flight, index = found
-            assert flight.answer is not None
-            try:
-                by_text = flight.answer.apply(index, delta, now)
-            except Exception as error:  # one answer's text is at fault, nobody else's
-                LOGGER.exception("the text of request %s could not be made", flight.request_id)
-                self._fail(flight, WorkerDied(f"the text of this answer could not be made: {type(error).__name__}: {error}"))
-                continue
-            if by_text:
-                stopped.append(delta.request_id)
-            if by_text or delta.finish_reason is not None:
-                self._end_sequence(flight, delta.request_id, flight.answer.samples[index].finish_reason or "error", now)
-            flight.wake()
-        if stopped:
-            self._client.send(Abort(stopped))
-
-    def _on_event(self, event: Admitted | Preempted, flight: Flight, at: float) -> None:
-        assert flight.answer is not None
-        metrics = flight.answer.metrics
-        if isinstance(event, Preempted):
-            metrics.preemptions += 1
-            return
-        if metrics.first_scheduled is None:
-            metrics.first_scheduled = at
-        if event.request_id in self._queued:
-            self._queued.remove(event.request_id)
-            self._admissions.append(at)
-
     def _on_end(self, error: OctavoError) -> None:
         """The engine is gone: everybody hears of it."""
         if self._ready is not None and not self._ready.done():
@@ -435,67 +351,15 @@ class AsyncLLM:
         if not self._shut:
             self.failure = error.message if self._started else f"the engine could not start: {error.message}"
             if self._started:
-                LOGGER.error("%s; %d requests end with it", self.failure, len(self._flights))
+                LOGGER.error("%s; %d requests end with it", self.failure, len(self._board.flights))
             self.on_death.set()
-        self._end_all(WorkerDied(error.message))
-
-    # -- the end of a request
-
-    def _end_all(self, error: WorkerDied) -> None:
-        for flight in list(self._flights.values()):
-            self._fail(flight, WorkerDied(error.message), tell_engine=False)
-
-    def _fail(self, flight: Flight, error: Exception, *, tell_engine: bool = True) -> None:
-        flight.error = error
-        if tell_engine and flight.open:
-            self._client.send(Abort(list(flight.open)))
-        self._forget(flight, "error")
-        flight.wake()
-
-    def _leave(self, flight: Flight) -> None:
-        """Its reader is gone: end what is unfinished."""
-        if flight.open:
-            self._client.send(Abort(list(flight.open)))
-        self._forget(flight, "abort")
-
-    def _forget(self, flight: Flight, reason: str) -> None:
-        now, flight.gone = time.monotonic(), True
-        for sequence in list(flight.open):
-            self._end_sequence(flight, sequence, reason, now)
-        self._release(flight)
-        self._drop(flight)
-
-    def _end_sequence(self, flight: Flight, sequence: str, reason: str, now: float) -> None:
-        flight.open.discard(sequence)
-        self._queued.discard(sequence)
-        del self._sequences[sequence]
-        self._tell("ended", sequence, reason, now)
-        if not flight.open:
-            self._drop(flight)
-
-    def _drop(self, flight: Flight) -> None:
-        if self._flights.get(flight.request_id) is flight:
-            del self._flights[flight.request_id]
-            if not self._flights:
-                self._idle.set()
-
-    def _release(self, flight: Flight) -> None:
-        """Give back the places that it held while it was tokenized."""
-        self._preparing -= flight.reserved
-        flight.reserved = 0
+        self._board.fail_all(WorkerDied(error.message))
 
     # -- small things
 
-    def _tell(self, what: str, *args: Any) -> None:
-        for listener in self.listeners:
-            try:
-                getattr(listener, what)(*args)
-            except Exception:  # who watches must not break what is watched
-                LOGGER.exception("a listener failed in %s()", what)
-
     def _retry_after(self, waiting: int) -> int:
         """Seconds in which the queue should be through, at the pace of the last admissions."""
-        times = self._admissions
+        times = self._board.admissions
         span = time.monotonic() - times[0] if times else 0.0
         return 1 if span <= 0 else max(1, min(MOST_RETRY_SECONDS, math.ceil(waiting * span / len(times))))
 

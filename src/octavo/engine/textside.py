@@ -31,11 +31,12 @@ class TextSide:
 
     def longest_token(self) -> int | None:
         """The most bytes of a text that one token takes in; None where no number can be told. Cost: one pass over the vocabulary."""
-        backend = getattr(self.tokenizer, "_backend", None)
-        if backend is None:
+        tokenizer = self.tokenizer
+        backend = getattr(tokenizer, "_backend", None)
+        if tokenizer is None or backend is None:
             return None
         shrink = SHRINKS.get(type(backend.normalizer).__name__)
-        return shrink and shrink * max(len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.vocab_size))
+        return shrink and shrink * max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
 
 def load_text(config: Config, path: Path, checkpoint: Any, spec: ModelSpec) -> TextSide:

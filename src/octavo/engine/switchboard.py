@@ -1,0 +1,181 @@
+"""Switchboard: which request each of the engine's news belongs to, from a request's acceptance to its one end."""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from octavo.core.request import Request
+from octavo.core.sampling import SamplingParams
+from octavo.engine.console import LOGGER
+from octavo.engine.generation import Flight
+from octavo.engine.messages import Abort, Add, Batch, EngineStats, ToEngine
+from octavo.engine.outputs import Answer
+from octavo.errors import InvalidRequest, WorkerDied
+from octavo.observe.events import Admitted, Preempted
+
+
+class Listener(Protocol):
+    """Hears what happens to sequences, on the event loop; ``sequence`` is an id in the engine. Once per sequence and in this order:"""
+
+    def arrived(self, sequences: Iterable[str], num_prompt: int, params: SamplingParams, arrival: float) -> None:
+        """A request was accepted; its n sequences."""
+
+    def batch(self, batch: Batch, now: float) -> None:
+        """One step's news, before they are handed out."""
+
+    def ended(self, sequence: str, reason: str, now: float) -> None:
+        """A sequence is over, for the reason that its caller is told: stop (a stop string too), length, abort, error."""
+
+
+class Switchboard:
+    """The open requests of one engine. Nothing is kept of one that has ended. One event loop uses it."""
+
+    def __init__(self, send: Callable[[ToEngine], None]) -> None:
+        self.listeners: list[Listener] = []
+        self.stats = EngineStats()
+        self.flights: dict[str, Flight] = {}  # by request id; accepted and not ended
+        self.sequences: dict[str, tuple[Flight, int]] = {}  # by id in the engine; its place among the n
+        self.queued: set[str] = set()  # sequences that the scheduler has not admitted yet
+        self.preparing = 0  # places held by what is being rendered or tokenized
+        self.admissions: deque[float] = deque(maxlen=64)  # when the last ones were
+        self.idle = asyncio.Event()  # nothing is open
+        self.idle.set()
+        self.progress = 0.0  # when the engine last showed life, or was given work after a pause
+        self._send = send
+        self._numbers = itertools.count()  # of requests: an id in the engine is never used twice, so late news reach nobody else
+
+    def name(self, given: Any) -> str:
+        """The request id: the given one, if it is free, or a new one. Raises: InvalidRequest."""
+        if given is None:
+            while (made := f"request-{next(self._numbers)}") in self.flights:
+                pass
+            return made
+        if not isinstance(given, str) or not given:
+            raise InvalidRequest(f"request_id must be a non-empty string, not {given!r}", "request_id")
+        if given in self.flights:
+            raise InvalidRequest(f"request id {given!r} is in use by an unfinished request", "request_id")
+        return given
+
+    def engine_id(self, request_id: str) -> str:
+        """What the request is called in the engine."""
+        return f"{request_id}~{next(self._numbers)}"
+
+    def open(self, flight: Flight, places: int) -> None:
+        """A request is accepted; until it is submitted it holds so many places in the queue."""
+        flight.reserved = places
+        self.preparing += places
+        self.flights[flight.request_id] = flight
+        self.idle.clear()
+
+    def submit(self, flight: Flight, answer: Answer, requests: Sequence[Request], num_prompt: int, vocab: int) -> None:
+        """Send an open request to the engine. From here on its sequences are known, until each has ended."""
+        now = answer.metrics.arrival
+        self._send(Add.of(requests, vocab))
+        self._release(flight)
+        flight.answer = answer
+        if not self.sequences:
+            self.progress = now
+        for index, request in enumerate(requests):
+            flight.open.add(request.id)
+            self.queued.add(request.id)
+            self.sequences[request.id] = flight, index
+        self._tell("arrived", [request.id for request in requests], num_prompt, flight.params, now)
+
+    def deliver(self, batch: Batch) -> None:
+        """Hand out one step's news."""
+        now = self.progress = time.monotonic()
+        self.stats = batch.stats
+        self._tell("batch", batch, now)
+        for event in batch.events:
+            if isinstance(event, Admitted | Preempted) and (found := self.sequences.get(event.request_id)) is not None:
+                self._on_event(event, found[0], batch.begun)
+        stopped = []
+        for delta in batch.deltas:
+            found = self.sequences.get(delta.request_id)
+            if found is None:
+                continue  # its reader left, or a stop string ended it
+            flight, index = found
+            assert flight.answer is not None
+            try:
+                by_text = flight.answer.apply(index, delta, now)
+            except Exception as error:  # one answer's text is at fault, nobody else's
+                LOGGER.exception("the text of request %s could not be made", flight.request_id)
+                self.fail(flight, WorkerDied(f"the text of this answer could not be made: {type(error).__name__}: {error}"))
+                continue
+            if by_text:
+                stopped.append(delta.request_id)
+            if by_text or delta.finish_reason is not None:
+                self._end_sequence(flight, delta.request_id, flight.answer.samples[index].finish_reason or "error", now)
+            flight.wake()
+        if stopped:
+            self._send(Abort(stopped))
+
+    def _on_event(self, event: Admitted | Preempted, flight: Flight, at: float) -> None:
+        assert flight.answer is not None
+        metrics = flight.answer.metrics
+        if isinstance(event, Preempted):
+            metrics.preemptions += 1
+            return
+        if metrics.first_scheduled is None:
+            metrics.first_scheduled = at
+        if event.request_id in self.queued:
+            self.queued.remove(event.request_id)
+            self.admissions.append(at)
+
+    # -- the end of a request
+
+    def fail_all(self, error: WorkerDied) -> None:
+        """The engine is gone: every reader gets the error, after what came before it."""
+        for flight in list(self.flights.values()):
+            self.fail(flight, WorkerDied(error.message), tell_engine=False)
+
+    def fail(self, flight: Flight, error: Exception, *, tell_engine: bool = True) -> None:
+        """One request ends with an error."""
+        flight.error = error
+        if tell_engine and flight.open:
+            self._send(Abort(list(flight.open)))
+        self.forget(flight, "error")
+        flight.wake()
+
+    def leave(self, flight: Flight) -> None:
+        """Its reader is gone: end what is unfinished."""
+        if flight.open:
+            self._send(Abort(list(flight.open)))
+        self.forget(flight, "abort")
+
+    def forget(self, flight: Flight, reason: str) -> None:
+        """End what is open of it on this side."""
+        now, flight.gone = time.monotonic(), True
+        for sequence in list(flight.open):
+            self._end_sequence(flight, sequence, reason, now)
+        self._release(flight)
+        self._drop(flight)
+
+    def _end_sequence(self, flight: Flight, sequence: str, reason: str, now: float) -> None:
+        flight.open.discard(sequence)
+        self.queued.discard(sequence)
+        del self.sequences[sequence]
+        self._tell("ended", sequence, reason, now)
+        if not flight.open:
+            self._drop(flight)
+
+    def _drop(self, flight: Flight) -> None:
+        if self.flights.get(flight.request_id) is flight:
+            del self.flights[flight.request_id]
+            if not self.flights:
+                self.idle.set()
+
+    def _release(self, flight: Flight) -> None:
+        """Give back the places that it held while it was tokenized."""
+        self.preparing -= flight.reserved
+        flight.reserved = 0
+
+    def _tell(self, what: str, *args: Any) -> None:
+        for listener in self.listeners:
+            try:
+                getattr(listener, what)(*args)
+            except Exception:  # who watches must not break what is watched
+                LOGGER.exception("a listener failed in %s()", what)
