@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,11 +22,17 @@ USER = [{"role": "user", "content": "hi"}]
 DEEP = b"[" * 4000 + b"]" * 4000
 
 
-def post(path: str, body: Any, *, llm: ScriptedLLM | None = None, settings: ServerSettings = SMALL, headers: dict[str, str] = JSON) -> Any:
-    llm = llm or ScriptedLLM([[65], [END]], context=CONTEXT)
+@cache
+def shared(settings: ServerSettings) -> tuple[ScriptedLLM, Any]:
+    llm = ScriptedLLM([[65], [END]], context=CONTEXT)
+    return llm, create_app(llm, settings)  # type: ignore[arg-type]
+
+
+def post(path: str, body: Any, *, llm: Any = None, settings: ServerSettings = SMALL, headers: dict[str, str] = JSON) -> Any:
+    app = shared(settings)[1] if llm is None else create_app(llm, settings)
 
     async def run() -> Any:
-        async with client(create_app(llm, settings)) as http:
+        async with client(app) as http:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             return await http.post(path, content=content, headers=headers)
 
@@ -116,11 +123,12 @@ def test_fields_of_chat() -> None:
 
 
 def ask(path: str, field: str, value: Any, part: str, stream: bool) -> None:
-    llm = ScriptedLLM([[65], [END]], context=CONTEXT)
+    llm = shared(SMALL)[0]
+    llm.tokenized = 0
     base: dict[str, Any] = {"prompt": "p", "stream": stream} if path == COMPLETIONS else {"messages": USER, "stream": stream}
     if field != "max_completion_tokens":
         base["max_tokens"] = 10
-    error = refused(post(path, base | {field: value}, llm=llm), 400, place(field, value), part)
+    error = refused(post(path, base | {field: value}), 400, place(field, value), part)
     assert error["type"] == "invalid_request_error" and len(error["message"]) < 500
     assert llm.num_open == 0
     if field not in ("prompt", "max_tokens", "max_completion_tokens", "truncate_prompt_tokens", "chat_template_kwargs"):

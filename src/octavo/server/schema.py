@@ -19,7 +19,8 @@ def bounded(low: float | None = None, high: float | None = None, **more: Any) ->
 
 
 # What is accepted and changes nothing.
-NoOp = Annotated[Raw, Meta(description="Accepted; has no effect.")]
+NO_EFFECT = Meta(description="Accepted; has no effect.")
+NoOp = Annotated[Raw, NO_EFFECT]
 NOT_SERVED = "Not served yet: only values that ask for nothing are accepted."
 
 
@@ -52,7 +53,7 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # a no-op: nothing is obfuscated
+    include_obfuscation: Annotated[bool | None, NO_EFFECT] = None  # a no-op: nothing is obfuscated
 
 
 class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -91,9 +92,9 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int | None, bounded(-(2**31), 2**31 - 1)] = None
     request_id: Annotated[str | None, bounded(pattern="^[!-~]{1,128}$")] = None
     # accepted, without effect
-    user: str | None = None
-    cache_salt: str | None = None  # nothing is shared between requests yet, so every salt is kept apart
-    spaces_between_special_tokens: bool | None = None
+    user: Annotated[str | None, NO_EFFECT] = None
+    cache_salt: Annotated[str | None, NO_EFFECT] = None  # nothing is shared between requests yet, so every salt is kept apart
+    spaces_between_special_tokens: Annotated[bool | None, NO_EFFECT] = None
     # known, not served
     best_of: Annotated[int | None, bounded(1)] = None  # n or less than n is an error of its own; more asks for ranking
     use_beam_search: unserved(False) = None  # type: ignore[valid-type]
@@ -172,15 +173,15 @@ class ChatRequest(Generation):
     tools: Annotated[Raw, Meta(extra_json_schema=OBJECTS_SCHEMA)] = None  # type: ignore[assignment]  # shown to the template with tool_choice none
     tool_choice: unserved("none") = None  # type: ignore[valid-type]
     # accepted, without effect
-    store: bool | None = None
+    store: Annotated[bool | None, NO_EFFECT] = None
     metadata: NoOp = None  # type: ignore[assignment]
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    service_tier: Annotated[str | None, NO_EFFECT] = None
+    safety_identifier: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_retention: Annotated[str | None, NO_EFFECT] = None
     prompt_cache_options: NoOp = None  # type: ignore[assignment]
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
+    parallel_tool_calls: Annotated[bool | None, NO_EFFECT] = None
+    include_reasoning: Annotated[bool | None, NO_EFFECT] = None
     mm_processor_kwargs: NoOp = None  # type: ignore[assignment]
     media_io_kwargs: NoOp = None  # type: ignore[assignment]
     # known, not served
