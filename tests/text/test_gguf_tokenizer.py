@@ -4,7 +4,6 @@ import io
 import json
 import os
 import random
-import time
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -92,9 +91,7 @@ def test_smollm2_facts(smollm2_tokenizer):
 def test_qwen2_ids_are_transformers():
     with GgufFile(os.environ["OCTAVO_TEST_QWEN2"]) as file:
         metadata = dict(file.metadata)
-    start = time.perf_counter()
     tokenizer = from_gguf(metadata)
-    assert time.perf_counter() - start < 3.0  # 0.4 s alone on a core
     assert wrong(tokenizer, fixture("smollm2_token_ids.json")["texts"], fixture("qwen2_token_ids.json")["ids"]) == []
     assert tokenizer.end_ids == (151645, 151643)
     assert tokenizer.decode(tokenizer.encode("<|im_start|><tool_call>x</tool_call>")) == "<tool_call>x</tool_call>"  # user defined: shown

@@ -103,7 +103,6 @@ def test_flipped_bytes_never_escape(make, put) -> None:
 def test_huge_counts_anywhere_cost_nothing(make, put) -> None:
     data = make.sample()
     tracemalloc.start()
-    start = time.perf_counter()
     for at in range(4, len(data) - 8):
         for value in (len(data) + 1, 1 << 60, (1 << 64) - 1):
             with suppress(CheckpointError, UnsupportedError):
@@ -111,7 +110,6 @@ def test_huge_counts_anywhere_cost_nothing(make, put) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 << 20, f"{peak} bytes"
-    assert time.perf_counter() - start < 60
 
 
 @settings(max_examples=300, deadline=None)
