@@ -152,7 +152,7 @@ def test_the_engine_does_not_outlive_the_api_process(tiny: str) -> None:
 
 
 def test_a_signal_while_the_model_loads(tiny: str) -> None:
-    process = subprocess.Popen([sys.executable, "-m", "octavo.cli.main", "serve", tiny, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-m", "octavo", "serve", tiny, "--port", "0"], stderr=subprocess.PIPE, text=True)
     time.sleep(0.7)
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=10)
@@ -194,7 +194,7 @@ def test_addresses_that_cannot_be_had(tmp_path: Path) -> None:
 def test_a_port_in_use_is_told_before_anything_loads(tiny: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = subprocess.run([sys.executable, "-m", "octavo.cli.main", "serve", tiny, "--port", port], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([sys.executable, "-m", "octavo", "serve", tiny, "--port", port], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1  # no phase of a start
     assert done.stderr.startswith(f"octavo: port {port} on 127.0.0.1 is in use by another process") and done.stderr.endswith("(--port)\n")
 
@@ -205,7 +205,7 @@ def test_a_port_in_use_is_told_before_anything_loads(tiny: str) -> None:
     (("--num-kv-blocks", "90000000"), "are available"),
 ])
 def test_an_engine_that_cannot_start_is_told_as_the_commands_tell_it(tiny: str, args: tuple[str, ...], says: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "octavo.cli.main", "serve", tiny, "--port", "0", *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "octavo", "serve", tiny, "--port", "0", *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and says in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
