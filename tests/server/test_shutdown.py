@@ -138,7 +138,6 @@ def test_a_signal_after_the_engines_death_is_obeyed(tiny: str) -> None:
     with Server(tiny, *NAME) as server:
         os.kill(server.engine_pid, signal.SIGKILL)
         until(lambda: server.request("GET", "/health")[0] == 503, 2)
-        began = time.monotonic()
         assert server.stop(signal.SIGTERM) == 1
 
 
