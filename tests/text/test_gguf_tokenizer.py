@@ -226,6 +226,14 @@ def test_bad_metadata_is_named(change, error, words):
         from_gguf(byte_level(**{"merges": [], **change}))
 
 
+def test_a_vocabulary_without_a_bytes_token_is_refused():
+    """A text that holds the byte would lose it in silence."""
+    metadata = byte_level([])
+    metadata["tokenizer.ggml.tokens"] = [token.replace("Ċ", "(no newline)") for token in metadata["tokenizer.ggml.tokens"]]
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.tokens: there is no token for the byte 0x0A \('Ċ'\)"):
+        from_gguf(metadata)
+
+
 def test_a_missing_pre_is_told(caplog):
     assert from_gguf(byte_level([], pre=None)).encode("ab") == [97, 98]
     assert "tokenizer.ggml.pre is missing" in caplog.text

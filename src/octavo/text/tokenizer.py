@@ -5,6 +5,7 @@ own and goes by bytes: a token is a byte string, a text is the UTF-8 decoding of
 So a streamed text (engine/detokenize.py) and a text decoded at once are the same by construction.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -102,6 +103,8 @@ class Tokenizer:
             encoding = _encode(self._backend if parse_special else self._plain(), text)
         except (UnicodeEncodeError, TypeError):
             raise _not_text(text) from None
+        except Exception as error:  # the library raises bare Exception, say for a character that a vocabulary without an unk_token lacks
+            raise InvalidRequest(f"the text cannot be tokenized: {error}", "prompt") from error
         ids: list[int] = encoding.ids
         if add_special_tokens:
             if self.prefix and tuple(ids[: len(self.prefix)]) != self.prefix:
@@ -185,6 +188,32 @@ def _encode(backend: "Backend", text: str) -> Any:
     return backend.encode(text, add_special_tokens=False)
 
 
+# UTF-8 never has these bytes, so a vocabulary may lack them.
+_NEVER = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
+
+
+def check_coverage(backend: "Backend", pieces: Pieces, where: str) -> None:
+    """Whether every text has tokens: BPE drops in silence what its vocabulary lacks, unless it has an unknown token.
+
+    Raises: CheckpointError naming the first byte, or the rule, that is missing.
+    """
+    model = backend.model
+    if type(model).__name__ != "BPE":
+        return  # the others fail on what they do not know
+    unknown = model.unk_token
+    if unknown is not None and model.token_to_id(unknown) is not None:
+        return
+    if pieces is Pieces.BYTE_LEVEL:
+        spelling = {b: chr(c) for c, b in _BYTE_OF_CHAR.items() if b not in _NEVER}
+    elif model.byte_fallback:
+        spelling = {b: text for text, (b,) in _BYTE_PIECES.items() if b not in _NEVER}
+    else:
+        raise CheckpointError(f"{where}: characters that no token covers would be dropped: it has neither byte_fallback nor an unk_token")
+    for byte, text in sorted(spelling.items()):
+        if model.token_to_id(text) is None:
+            raise CheckpointError(f"{where}: there is no token for the byte 0x{byte:02X} ({text!r}): text that holds it would lose it in silence")
+
+
 def load_tokenizer(path: str | Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer:
     """The tokenizer of a model directory (Hugging Face layout), or of a GGUF file, whose ``metadata`` the caller has read.
 
@@ -196,7 +225,7 @@ def load_tokenizer(path: str | Path, metadata: Mapping[str, Any] | None = None) 
     if metadata is not None:
         return from_gguf(metadata)
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise CheckpointError(f"{path} is not a directory with a tokenizer.json (a GGUF file's tokenizer is in its metadata)")
     return from_directory(path)
 
