@@ -76,6 +76,7 @@ def test_smollm2_facts(smollm2_tokenizer):
     assert (t.vocab_size, t.bos_id, t.eos_id, t.prefix, t.suffix) == (49152, 1, 2, (), ())
     assert t.end_ids == (2, 0)  # <|im_end|>, then <|endoftext|>
     assert t.special_ids == frozenset(range(17))
+    assert t.dropped == (0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2)
     assert t.special_tokens["bos_token"] == "<|im_start|>"
     assert "add_generation_prompt" in t.chat_template
     ids = t.encode("<|im_start|>hi<|im_end|>")

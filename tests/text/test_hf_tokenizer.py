@@ -237,8 +237,11 @@ def test_a_vocabulary_without_a_bytes_token_is_refused(tmp_path):
         load_tokenizer(drop(tmp_path, _byte_backend(), "Ġ"))
 
 
-def test_a_byte_that_no_text_has_needs_no_token(tmp_path):
-    assert load_tokenizer(drop(tmp_path, _byte_backend(), chr(0xFF))).encode("zz") != []
+@pytest.mark.parametrize("piece, dropped", [(chr(0xFF), ()), ("Ą", (4,))])
+def test_a_byte_that_texts_hardly_have_may_lack_a_token(tmp_path, piece, dropped):
+    """0xFF is in no UTF-8; the control character 0x04 is dropped, and the tokenizer says so."""
+    ours = load_tokenizer(drop(tmp_path, _byte_backend(), piece))
+    assert ours.dropped == dropped and len(ours.encode("z\x04z")) == 3 - len(dropped)
 
 
 def test_an_unknown_token_stands_for_missing_bytes(tmp_path):

@@ -60,7 +60,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     else:
         backend, add_bos, strips = _sentencepiece(metadata, tokens, vocab, kinds)
     pieces = Pieces.BYTE_LEVEL if model == "gpt2" else Pieces.SENTENCEPIECE
-    check_coverage(backend, pieces, "tokenizer.ggml.tokens")
+    dropped = check_coverage(backend, pieces, "tokenizer.ggml.tokens")
     special = [i for i, kind in enumerate(kinds) if kind in (Kind.CONTROL, Kind.UNKNOWN)]
     defined = [i for i, kind in enumerate(kinds) if kind == Kind.USER_DEFINED]
     _add(backend, tokens, special, defined)
@@ -83,6 +83,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         strip_first_space=strips,
         special_tokens={f"{role}_token": tokens[i] for role in ("bos", "eos", "unk", "pad") if (i := ids[role]) is not None},
         chat_template=_templates(metadata),
+        dropped=dropped,
     )
 
 

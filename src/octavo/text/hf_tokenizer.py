@@ -46,7 +46,7 @@ def from_directory(path: Path) -> Tokenizer:
     special_ids.update(i for text in named.values() if (i := backend.token_to_id(text)) is not None and i in added)
     size = _size(backend, path)
     pieces, strips = _decoding(backend, path)
-    check_coverage(backend, pieces, str(path / "tokenizer.json"))
+    dropped = check_coverage(backend, pieces, str(path / "tokenizer.json"))
     bos, eos = (backend.token_to_id(named[r]) if r in named else None for r in ("bos_token", "eos_token"))
     prefix, suffix = _around(backend)
     return Tokenizer(
@@ -62,6 +62,7 @@ def from_directory(path: Path) -> Tokenizer:
         strip_first_space=strips,
         special_tokens=named,
         chat_template=_template(path, config),
+        dropped=dropped,
     )
 
 
