@@ -305,7 +305,7 @@ def test_errors_of_one_request() -> None:
         for bad, words in impossible:
             with pytest.raises(InvalidRequest, match=words):
                 llm.generate(prompt(), bad)  # type: ignore[arg-type]
-        for urgency in (2**63, -(2**63) - 1, True, "1", 0.5):
+        for urgency in (2**63, -(2**63) - 1, True, "1", 0.5, 1):  # 1: first come, first served
             with pytest.raises(InvalidRequest) as caught:
                 llm.generate(prompt(), SamplingParams(), priority=urgency)  # type: ignore[arg-type]
             assert caught.value.param == "priority"
@@ -316,7 +316,7 @@ def test_errors_of_one_request() -> None:
             with pytest.raises(kind):
                 await read(llm.generate(given, SamplingParams()))
         assert llm.num_open == llm._board.preparing == 0 and not engine.told
-        news = llm.generate(prompt(), SamplingParams(max_tokens=10**50), priority=2**63 - 1)
+        news = llm.generate(prompt(), SamplingParams(max_tokens=10**50), priority=0)
         engine.step(Delta(engine.ids[0], finish_reason="error", error="why"))
         sample = (await read(news))[-1].outputs[0]
         assert (sample.finish_reason, sample.stop_reason) == ("error", "why")

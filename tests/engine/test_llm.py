@@ -281,7 +281,7 @@ def test_prompt_shapes(llm: LLM) -> None:
     for prompts in ([text], {"prompt": text}, [{"prompt": text}], tokens, [tokens], {"prompt_token_ids": tokens}, (text,)):
         assert ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == ids(by_text)
     assert llm.generate([], GREEDY) == []
-    two = llm.generate([text, tokens], [GREEDY, SamplingParams(temperature=0, max_tokens=2)], use_tqdm=False, priority=[1, 0])
+    two = llm.generate([text, tokens], [GREEDY, SamplingParams(temperature=0, max_tokens=2)], use_tqdm=False, priority=[0, 0])
     assert [len(o.outputs[0].token_ids) for o in two] == [20, 2] and two[1].prompt is None
 
 
@@ -371,9 +371,11 @@ def test_bad_input_runs_nothing_and_the_engine_goes_on(llm: LLM, prompts: Any, p
 
 
 def test_bad_priority(llm: LLM) -> None:
-    for bad in ("1", True, [1, 2], 1.5):
+    for bad in ("1", True, [1, 2], 1.5, 2**63):
         with pytest.raises(InvalidRequest, match="priority"):
             llm.generate([[1]], GREEDY, priority=bad)
+    with pytest.raises(InvalidRequest, match=r"priority is 3, and this engine serves first come, first served.*scheduling_policy"):
+        llm.generate([[1], [2]], GREEDY, priority=[0, 3])
 
 
 def idle(llm: LLM) -> None:

@@ -1,16 +1,20 @@
 """From what a caller writes to a checked Config: types and ranges here, what depends on the model in factory.resolve()."""
 
 import re
+from fractions import Fraction
 from typing import Any
 
 from octavo.config import BLOCK_SIZE, Config, KvConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.engine.compat import check_others
+from octavo.errors import ConfigError, UnsupportedError, shown
 
 DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
 KNOWN_DTYPES = ("float16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 POLICIES = ("fcfs", "priority")
+MOST_THREADS = 1024  # the native pool's limit
 MOST = 2**20  # sequences or tokens of one step; more is a mistake
 DEFAULT_BATCHED_TOKENS = 512
+MOST_DIGITS = 32  # of a length written as text; a longer one is too large, whatever its unit
 UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}  # vLLM's
 
 
@@ -19,36 +23,38 @@ def make_config(
     max_num_batched_tokens: Any = None, block_size: Any = BLOCK_SIZE, num_kv_blocks: Any = None, kv_cache_memory_bytes: Any = None,
     enable_prefix_caching: Any = None, kv_cache_dtype: Any = "auto", num_threads: Any = None, seed: Any = 0, tokenizer: Any = None,
     revision: Any = None, scheduling_policy: Any = "fcfs", max_logprobs: Any = 20, generation_config: Any = "auto",
-    chat_template: Any = None, backend: Any = "native",
+    chat_template: Any = None, backend: Any = "native", **others: Any,
 ) -> Config:
-    """Check every setting by itself and sort it into its section; names are vLLM's.
+    """Check every setting by itself and sort it into its section; names are vLLM's. ``others``: see engine/compat.py.
 
     Raises: ConfigError for an impossible value, UnsupportedError for a known one that is not served; both name the setting.
     """
+    check_others(others, (make_config.__kwdefaults__ or {}).keys())
     if not isinstance(model, str) or not model:
         model = _path(model)
     for name, value in (("revision", revision), ("tokenizer", tokenizer), ("chat_template", chat_template)):
         if value is not None and (not isinstance(value, str) or not value):
-            raise ConfigError(f"{name} must be a non-empty string or None, not {value!r}", name)
+            raise ConfigError(f"{name} must be a non-empty string or None, not {shown(value)}", name)
     if quantization is not None:
         raise UnsupportedError(
-            f"quantization={quantization!r} is not served yet: leave it None (GGUF files are dequantized to the compute dtype at load)",
+            f"quantization={shown(quantization)} is not served yet: leave it None (GGUF files are dequantized to the compute dtype at load)",
             "quantization",
         )
-    if enable_prefix_caching not in (None, True, False):
-        raise ConfigError(f"enable_prefix_caching must be true, false or None, not {enable_prefix_caching!r}", "enable_prefix_caching")
+    if enable_prefix_caching is not None and not isinstance(enable_prefix_caching, bool):
+        raise ConfigError(f"enable_prefix_caching must be true, false or None, not {shown(enable_prefix_caching)}", "enable_prefix_caching")
     if enable_prefix_caching:
         raise UnsupportedError("prefix caching is not served yet: leave enable_prefix_caching None or False", "enable_prefix_caching")
     if _whole(block_size, "block_size", 1) != BLOCK_SIZE:
-        raise UnsupportedError(f"block_size must be {BLOCK_SIZE}, the width of a kernel tile, not {block_size}", "block_size")
+        raise UnsupportedError(f"block_size must be {BLOCK_SIZE}, the width of a kernel tile, not {shown(block_size)}", "block_size")
     if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
         raise ConfigError(
-            f"num_kv_blocks ({num_kv_blocks}) and kv_cache_memory_bytes ({kv_cache_memory_bytes}) both set the pool's size: give one of them",
+            f"num_kv_blocks ({shown(num_kv_blocks)}) and kv_cache_memory_bytes ({shown(kv_cache_memory_bytes)}) both set the pool's size: "
+            "give one of them",
             "num_kv_blocks",
         )
     kv = KvConfig(
         num_kv_blocks=_maybe(num_kv_blocks, "num_kv_blocks", 1, 2**31 // BLOCK_SIZE - 1),
-        kv_cache_memory_bytes=_maybe(kv_cache_memory_bytes, "kv_cache_memory_bytes", 1),
+        kv_cache_memory_bytes=_maybe(kv_cache_memory_bytes, "kv_cache_memory_bytes", 1, 2**63 - 1),
         kv_cache_dtype=_dtype(kv_cache_dtype, "kv_cache_dtype"),
     )
     tokens = _maybe(max_num_batched_tokens, "max_num_batched_tokens", 1, MOST)
@@ -59,7 +65,7 @@ def make_config(
     )
     runner = RunnerConfig(
         backend=_choice(backend, "backend", ("native", "torch")),
-        num_threads=_maybe(num_threads, "num_threads", 1, 4096),
+        num_threads=_maybe(num_threads, "num_threads", 1, MOST_THREADS),
         max_logprobs=_whole(max_logprobs, "max_logprobs", -1),
         seed=_whole(seed, "seed", -(2**63), 2**64 - 1),
     )
@@ -75,14 +81,14 @@ def context_length(value: Any) -> int | None:
 
     Raises: ConfigError.
     """
-    if value is None or value == "auto" or (value == -1 and not isinstance(value, bool)):
+    if value is None or (isinstance(value, str) and value == "auto") or (type(value) is int and value == -1):
         return None
     if isinstance(value, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", value.strip(), re.ASCII)
         if not found:
-            raise ConfigError(f'max_model_len must be a number of tokens such as 4096, "32k" or "auto", not {value!r}', "max_model_len")
-        exact = float(found[1]) * UNITS[found[2]]
-        value = int(exact) if exact == int(exact) else exact
+            raise ConfigError(f'max_model_len must be a number of tokens such as 4096, "32k" or "auto", not {shown(value)}', "max_model_len")
+        exact = Fraction(found[1]) * UNITS[found[2]] if len(value) <= MOST_DIGITS else Fraction(2**31)
+        value = int(exact) if exact.denominator == 1 else float(exact)
     return _whole(value, "max_model_len", 2, 2**31 - 1)
 
 
@@ -94,30 +100,32 @@ def _path(model: Any) -> str:
     except TypeError:
         path = None
     if not isinstance(path, str) or not path:
-        raise ConfigError(f"model must be a directory, a .gguf file, a Hub id or a short name, not {model!r}", "model")
+        raise ConfigError(f"model must be a directory, a .gguf file, a Hub id or a short name, not {shown(model)}", "model")
     return path
 
 
 def _dtype(value: Any, name: str) -> str:
+    if type(value).__module__ == "torch":  # torch.bfloat16 is a name here
+        value = str(value).removeprefix("torch.")
     if isinstance(value, str) and value in DTYPES:
         return DTYPES[value]
-    if value in KNOWN_DTYPES:
-        raise UnsupportedError(f"{name}={value!r} is not served: auto, bfloat16 and float32 are", name)
-    raise ConfigError(f"{name} must be auto, bfloat16 or float32, not {value!r}", name)
+    if isinstance(value, str) and value in KNOWN_DTYPES:
+        raise UnsupportedError(f"{name}={shown(value)} is not served: auto, bfloat16 and float32 are", name)
+    raise ConfigError(f"{name} must be auto, bfloat16 or float32, not {shown(value)}", name)
 
 
 def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ConfigError(f"{name} must be {' or '.join(choices)}, not {value!r}", name)
-    return str(value)
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} must be {' or '.join(choices)}, not {shown(value)}", name)
+    return value
 
 
 def _whole(value: Any, name: str, low: int, high: int | None = None) -> int:
     span = f"at least {low}" if high is None else f"between {low} and {high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be a whole number {span}, not {value!r}", name)
+        raise ConfigError(f"{name} must be a whole number {span}, not {shown(value)}", name)
     if value < low or (high is not None and value > high):
-        raise ConfigError(f"{name} must be {span}, not {value}", name)
+        raise ConfigError(f"{name} must be {span}, not {shown(value)}", name)
     return value
 
 

@@ -4,6 +4,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.inputs import check_priority
 from octavo.server.answers import ChatChoice, ChatMessage, ChatResponse
 from octavo.server.body import read_json
 from octavo.server.collect import chat_logprobs
@@ -39,6 +40,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
         max_tokens_field=field,
     )
     llm.inputs.check(params)
+    check_priority(request.priority or 0, llm.config.scheduler.policy)
     messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
     options = template_options(request)
     documents = free_json(request.documents, list[Json], "documents")

@@ -8,7 +8,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.inputs import Prompt
+from octavo.engine.inputs import Prompt, check_priority
 from octavo.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse
 from octavo.server.body import read_json
 from octavo.server.collect import Offsets, completion_logprobs
@@ -44,6 +44,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
         prompt_logprobs=scores,
     )
     llm.inputs.check(params)
+    check_priority(request.priority or 0, llm.config.scheduler.policy)
     given = parse_prompts(request.prompt, llm.max_model_len, settings)
     count = len(given) * params.n
     if count > settings.max_choices:
