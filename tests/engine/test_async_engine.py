@@ -79,7 +79,7 @@ class Watcher:
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def arrived(self, sequences: Any, num_prompt: int, params: SamplingParams, arrival: float) -> None:
+    def arrived(self, sequences: Any, num_prompt: int, params: SamplingParams, arrival: float, tenant: str) -> None:
         self.heard.append(("arrived", list(sequences), num_prompt))
 
     def batch(self, batch: m.Batch, now: float) -> None:
