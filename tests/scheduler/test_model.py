@@ -13,7 +13,6 @@ from octavo.scheduler.policy import POLICIES, make_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.executor import SimExecutor
 
-
 WEIGHTS = {"": 1.0, "a": 2.0, "b": 0.5}  # by which division is exact
 PACE = 2  # seconds from step to step
 Case = tuple[int, int, int, str, list[tuple[int, int, int, str, int]], list[int]]

@@ -6,6 +6,7 @@ The scheduler is the real one and time is counted, not measured, so each figure 
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -158,7 +159,7 @@ def test_lpm_serves_those_together_that_share_a_prefix(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Scheduler, "cached_tokens", lambda self, request: 144 * (request.prompt[0] in families[-1:]))
         simulate(jobs, SchedulerConfig(max_num_seqs=1, policy=policy), KvManager(100), SLOW, observe=watch)
-        return sum(before != after for before, after in zip(families, families[1:]))
+        return sum(before != after for before, after in pairwise(families))
 
     fcfs, lpm = changes("fcfs"), changes("lpm")
     print(f"changes of family: fcfs {fcfs}, lpm {lpm}")
@@ -219,7 +220,7 @@ def test_a_target_bounds_the_time_between_tokens(target: float) -> None:
     free, bound = chatting(None), chatting(target)
     before, after = (quantile([gap for r in out.of("chat") for gap in r.gaps], 0.99) for out in (free, bound))
     waits = [max(r.ttft for r in out.of("long")) for out in (free, bound)]
-    print(f"P99 between tokens {before * 1000:.0f} and {after * 1000:.0f} ms; long prompts' worst first token after {waits[0]:.1f} and {waits[1]:.1f} s")
+    print(f"P99 between tokens {before * 1000:.0f} and {after * 1000:.0f} ms; long prompts' worst TTFT {waits[0]:.1f} and {waits[1]:.1f} s")
     assert before > 0.2 and after <= target / 1000 * 1.001
     steps = [gap for r in bound.of("chat") for gap in r.gaps if gap > 0.02]
     assert quantile(steps, 0.5) > target / 1000 * 0.95  # and uses what the target leaves
