@@ -23,7 +23,7 @@ def octavo(tmp_path: Path) -> Octavo:
     def run(*args: str, stdin: str | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         base = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_API")}
         return subprocess.run(
-            [sys.executable, "-m", "octavo.cli.main", *args], input=stdin or "", capture_output=True, text=True, timeout=60,
+            [sys.executable, "-m", "octavo", *args], input=stdin or "", capture_output=True, text=True, timeout=60,
             env=base | {"COLUMNS": "100", "OCTAVO_CACHE": str(tmp_path / "cache")} | (env or {}),
         )
 

@@ -1,9 +1,11 @@
 """The commands as a user runs them: their own processes, exit status, both output streams."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,7 +105,7 @@ def test_a_model_that_is_not_there(octavo: Octavo, tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(tiny: str) -> None:
-    command = [sys.executable, "-m", "octavo.cli.main", "generate", tiny, "--prompt", "hello", "--max-tokens", "1800", "--ignore-eos"]
+    command = [sys.executable, "-m", "octavo", "generate", tiny, "--prompt", "hello", "--max-tokens", "1800", "--ignore-eos"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
@@ -114,7 +116,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tiny: str) -> None:
 
 
 def test_an_interrupt_ends_the_command_with_130(tiny: str) -> None:
-    command = [sys.executable, "-m", "octavo.cli.main", "generate", tiny, "--prompt", "hello", "--max-tokens", "1800", "--ignore-eos"]
+    command = [sys.executable, "-m", "octavo", "generate", tiny, "--prompt", "hello", "--max-tokens", "1800", "--ignore-eos"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
@@ -141,3 +143,25 @@ def test_pull_tells_what_it_cannot_get(octavo: Octavo, tiny: str) -> None:
         done = octavo("pull", name, env=env)
         assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("octavo: ") and "Traceback" not in done.stderr
     assert octavo("pull", "smollm2", "--revision", "main").returncode == 2
+
+
+@pytest.mark.parametrize("redirect, said", [("> /dev/full", "No space left"), (">&-", "closed"), ("<&- > /dev/full", "")])
+def test_streams_that_cannot_be_used_end_in_one_line(redirect: str, said: str) -> None:
+    done = subprocess.run(f"{shlex.quote(sys.executable)} -m octavo --help {redirect}", shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_standard_input_may_be_closed(tiny: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m octavo generate {shlex.quote(tiny)} <&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "prompt" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("after", [0.02, 0.1, 0.2, 0.4])
+def test_an_interrupt_while_it_starts_is_no_traceback(tiny: str, after: float) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "octavo", "inspect", tiny], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    if process.returncode != -signal.SIGINT:  # that is Python's own, before the command has begun
+        assert process.returncode in (0, 130) and "octavo/" not in errors, errors

@@ -1,7 +1,6 @@
 """What crosses the process cut comes out as it went in, and nothing that a caller may say fails to cross."""
 
 import dataclasses
-import time
 
 import msgspec
 import pytest
@@ -99,14 +98,9 @@ def test_last_words_of_strangers() -> None:
     assert QueueFull("m", None, 7).__reduce__() == (QueueFull, ("m", None, 7))
 
 
-def test_a_large_batch_is_cheap() -> None:
+def test_a_large_batch_crosses_whole() -> None:
     batch = m.Batch(1.0, 2.0, 256, [Delta(f"cmpl-{i:032x}~{i}", [i]) for i in range(256)], [], m.EngineStats())
-    best = 1.0
-    for _ in range(20):
-        began = time.perf_counter()
-        assert len(m.decode_from_engine(m.encode(batch)).deltas) == 256
-        best = min(best, time.perf_counter() - began)
-    assert best < 0.003  # measured: 0.13 ms; a step of 256 sequences takes tens
+    assert m.decode_from_engine(m.encode(batch)) == batch
 
 
 def test_bad_parameters_do_not_decode() -> None:

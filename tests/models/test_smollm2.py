@@ -122,7 +122,7 @@ def test_greedy_tokens_of_twenty_prompts(smollm2: str, reference: "torch.nn.Modu
         table = logprobs_of(reference, [*out.prompt_token_ids, *sample.token_ids])[len(out.prompt_token_ids) - 1 : -1]
         for row, token, ours in zip(table, sample.token_ids, sample.logprobs, strict=True):
             best, second = np.partition(row, -2)[-1:-3:-1]
-            assert row[token] == best or best - second < 1e-3 and best - row[token] < 1e-3
+            assert row[token] == best or (best - second < 1e-3 and best - row[token] < 1e-3)
             for other, lp in ours.items():
                 assert abs(lp.logprob - row[other]) < 1e-3
             checked += best - second >= 1e-3

@@ -21,6 +21,7 @@ from octavo.bench.serve_client import Job, Result, drive, text_of
 from octavo.bench.server import Server
 
 PROMPTS = 24
+FILL = 70  # streams at the start
 MiB = 2**20
 
 
@@ -41,15 +42,19 @@ class Told:
         early = next(rss for at, rss in self.rss if at >= seconds / 10)
         return (self.rss[-1][1][process] - early[process]) / 1e6
 
+    def _tenths(self) -> list[dict[str, int]]:
+        return [next(rss for at, rss in self.rss if at >= self.rss[-1][0] * tenth / 10) for tenth in range(11)]
+
     def lines(self) -> list[str]:
         """The findings, for people."""
         health = sorted(self.health)
+        tenths = ", ".join(f"{rss['engine'] / 1e6:.0f}" for rss in self._tenths())
         return [
             f"streams    {', '.join(f'{count} {end}' for end, count in sorted(self.ends.items()))}; {len(self.wrong)} with a wrong text",
             f"/health    {len(health)} probes, median {1e3 * statistics.median(health):.1f} ms, P99 {1e3 * quantile(health, .99):.1f} ms, "
             f"longest {1e3 * health[-1]:.1f} ms",
             f"memory     API {self.growth('api'):+.1f} MB, engine {self.growth('engine'):+.1f} MB from a tenth of the run to its end "
-            f"({self.rss[-1][1]['api'] / 1e6:.0f} and {self.rss[-1][1]['engine'] / 1e6:.0f} MB)",
+            f"(engine by tenths: {tenths} MB)",
             f"at the end running {self.metrics['num_requests_running']:.0f}, waiting {self.metrics['num_requests_waiting']:.0f}, KV use "
             f"{self.metrics['kv_cache_usage_perc']:.4f} after {self.quiet_after:.2f} s; preemptions {self.metrics['num_preemptions_total']:.0f}",
         ]
@@ -64,8 +69,10 @@ def soak(server: Server, *, clients: int, seconds: float, longest: int, seed: in
     """Keep ``clients`` streams open for ``seconds``, then let them finish. Answers have up to ``longest`` tokens."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(3, 250) for _ in range(draw.choice((4, 15, 16, 17, 60, 200)))] for _ in range(PROMPTS)]
-    alone = {place: text_of(result) for place in range(PROMPTS) for result in drive(server.url, [_job(prompts, place, longest, None)], 1)}
+    alone = {result.key[0]: text_of(result) for result in drive(server.url, [_job(prompts, place, longest, None) for place in range(PROMPTS)], 8)}
     assert len(set(alone.values())) > PROMPTS // 2, "the prompts' answers do not tell them apart"
+    fill = [[draw.randrange(3, 250) for _ in range(200)]]  # touches the pool's memory: 17 blocks each, all at once
+    assert all(result.end == "done" for result in drive(server.url, [_job(fill, 0, 64, None)] * FILL, FILL))
     told, began = Told(), time.monotonic()
     before = server.metrics()
     probe = subprocess.Popen([sys.executable, __file__, "--probe", server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -147,7 +154,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--probe", metavar="URL", help=argparse.SUPPRESS)
     args, settings = parser.parse_known_args()
-    # A pool that the streams fill at once: KV memory is committed when it is first used, and a peak that comes late looks like a leak.
+    # A pool that is filled at the start: KV memory is committed when it is first used, and a peak that comes late looks like a leak.
     settings = settings or ["--num-kv-blocks", "800"]
     if args.probe:
         probe(args.probe)

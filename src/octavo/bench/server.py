@@ -27,7 +27,7 @@ class Server:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="octavo-serve-", suffix=".log")  # noqa: SIM115 (it lives as long as the server)
         where = () if "--uds" in args else ("--port", "0")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.cli.main", "serve", model, *where, *args], stdout=self._log, stderr=self._log,
+            [sys.executable, "-m", "octavo", "serve", model, *where, *args], stdout=self._log, stderr=self._log,
             env={name: value for name, value in os.environ.items() if name != "OCTAVO_API_KEY"} | (env or {}), stdin=subprocess.DEVNULL,
         )
         self.url = ""

@@ -32,8 +32,8 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
     pass
 
 
-def main() -> None:
-    """Run the command line.
+def run() -> None:
+    """Run the command line (the command itself begins in entry.py).
 
     Errors made on purpose end with one line and status 2; 1 when a part of the engine died or a server failed.
     """
@@ -46,6 +46,3 @@ def main() -> None:
         sys.stderr.write(f"octavo: {error.message}{f' ({flag})' if flag and flag not in error.message else ''}\n")
         sys.exit(1 if isinstance(error, WorkerDied | RemoteError) else 2)
 
-
-if __name__ == "__main__":
-    main()
