@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from octavo.config import SchedulerConfig
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
-from octavo.kv.manager import KvManager
+from octavo.kv.manager import NO_MATCH, KvManager, Match
 from octavo.scheduler.admission import FEW, PRIOR, OutputLengths, Predicted
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.executor import SimExecutor
@@ -81,10 +81,10 @@ def test_the_peak_bounds_what_a_run_of_the_expectation_uses(cases: list[tuple[in
 def test_what_is_shared_is_counted_once() -> None:
     kv = KvManager(100, 16)
     running = [request(f"r{i}", 160, 1, 40) for i in range(2)]
-    first = kv.admit("r0", kv.match(running[0].tokens), 161)
+    first = kv.admit("r0", NO_MATCH, 161)
     assert first is not None
     plain = Predicted(running, kv, lambda r: r.max_total).peak(running)
-    kv.admit("r1", type(kv.match([1]))(160, first[:10]), 161)
+    kv.admit("r1", Match(160, first[:10]), 161)
     assert Predicted(running, kv, lambda r: r.max_total).peak(running) == plain - 160
 
 
@@ -95,7 +95,7 @@ def test_a_lone_request_is_let_in_whatever_is_expected() -> None:
     big = request("a", 10, 0, 1000)
     assert predicted(big)
     running.append(big)
-    kv.admit("a", kv.match(big.tokens), 10)
+    kv.admit("a", NO_MATCH, 10)
     assert not predicted(request("b", 1, 0, 1000))
 
 
