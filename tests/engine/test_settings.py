@@ -13,6 +13,7 @@ def test_defaults() -> None:
     config = make_config("m")
     assert (config.model.model, config.model.dtype, config.model.max_model_len, config.model.generation_config) == ("m", "auto", None, True)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.scheduler.policy) == (256, 512, "fcfs")
+    assert (config.scheduler.tenant_weights, config.scheduler.admission, config.scheduler.target_itl_ms) == ((), "optimistic", None)
     kv = config.kv
     assert (kv.block_size, kv.num_kv_blocks, kv.kv_cache_memory_bytes, kv.enable_prefix_caching) == (16, None, None, False)
     assert (config.runner.backend, config.runner.num_threads, config.runner.max_logprobs, config.runner.seed) == ("native", None, 20, 0)
@@ -32,12 +33,29 @@ def test_defaults() -> None:
     *[(name, np.array([1, 2])) for name in ("model", "dtype", "max_model_len", "scheduling_policy", "backend", "num_threads", "seed", "tokenizer")],
     *[("max_model_len", bad) for bad in ("9" * 400, "9" * 5000 + "k", "0." + "1" * 400, 10**400, "1e9", np.int64(7))],
     ("num_threads", 1025), ("kv_cache_memory_bytes", 10**400),
+    *[("target_itl_ms", bad) for bad in (0, -1, True, "50", float("nan"), float("inf"))], ("admission", "hopeful"), ("admission", None),
+    *[("tenant_weights", bad) for bad in (5, "", "a", "a=", "=2", "a=b", "a=0", "a=-1", "a=nan", "a=inf", "a=1,a=2", "a=1,", {"a": "x"},
+                                          {"a": True}, {1: 2}, {"": 1}, ["a"], {"a": 1})],  # the last for want of the policy
 ])
 def test_impossible_values_are_named(name: str, value: Any) -> None:
     settings = {"model": "m", name: value}
     with pytest.raises(ConfigError, match=name) as caught:
         make_config(**settings)
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize("given", ["team-a=2,b c=0.5,x=y=3", {"team-a": 2, "b c": 0.5, "x=y": "3"}])
+def test_tenant_weights(given: Any) -> None:
+    config = make_config("m", scheduling_policy="fair", tenant_weights=given)
+    assert config.scheduler.tenant_weights == (("team-a", 2.0), ("b c", 0.5), ("x=y", 3.0))
+    assert make_config("m", scheduling_policy="fair", tenant_weights={}).scheduler.tenant_weights == ()
+
+
+@pytest.mark.parametrize("bad", ["a", "a=0", "a=1,a=2", {"a": True}, {1: 2}])
+def test_impossible_tenant_weights_under_their_policy(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="tenant_weights") as caught:
+        make_config("m", scheduling_policy="fair", tenant_weights=bad)
+    assert "shares under" not in caught.value.message
 
 
 @pytest.mark.parametrize(("name", "value"), [

@@ -1,5 +1,7 @@
 """A state machine drives kv + scheduler + SimExecutor through random histories; everything is checked after each action."""
 
+import zlib
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from octavo.core.step import StepPlan, StepResult
 from octavo.errors import ContextTooLong
 from octavo.kv.manager import KvManager
 from octavo.observe.events import Admitted, Event, Finished, Preempted
-from octavo.scheduler.policy import make_policy
+from octavo.scheduler.policy import POLICIES, FairShare, LongestPrefix, make_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
 
@@ -46,17 +48,19 @@ class Machine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 3, 4]),
         seqs=st.integers(1, 4),
         budget=st.integers(1, 9),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(POLICIES),
+        admission=st.sampled_from(["optimistic", "predicted"]),
         lookahead=st.sampled_from([0, 0, 2]),
     )
-    def start(self, blocks: int, block_size: int, seqs: int, budget: int, policy: str, lookahead: int) -> None:
+    def start(self, blocks: int, block_size: int, seqs: int, budget: int, policy: str, admission: str, lookahead: int) -> None:
         self.kv = KvManager(blocks, block_size)
         self.budget_now, self.full_budget, self.lookahead = budget, budget, lookahead
         self.allowed = True
+        self.now = self.salt = 0
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN),
+            SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN, admission=admission),
             self.kv,
-            make_policy(policy),
+            make_policy(policy, cached_tokens=lambda r: zlib.crc32(b"%d" % (r.seed + self.salt)) % len(r.tokens), weights={"a": 3.0}),
             admission=[lambda request: self.allowed],
             lookahead=lookahead,
             budget=lambda now: self.budget_now,
@@ -76,6 +80,7 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         min_tokens=st.integers(0, 6),
         priority=st.integers(-1, 1),
+        tenant=st.sampled_from(["", "a", "b"]),
         seed=st.integers(0, 2**64 - 1),
         eos=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         stop=st.lists(st.integers(0, VOCAB - 1), max_size=1),
@@ -83,7 +88,7 @@ class Machine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
     )
     def add(
-        self, length: int, max_tokens: int, min_tokens: int, priority: int, seed: int, eos: set[int], stop: list[int],
+        self, length: int, max_tokens: int, min_tokens: int, priority: int, tenant: str, seed: int, eos: set[int], stop: list[int],
         ignore_eos: bool, prompt_logprobs: int | None,
     ) -> None:  # fmt: skip
         name = f"r{len(self.requests)}"
@@ -92,7 +97,7 @@ class Machine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs, logprobs=1,
         )  # fmt: skip
         prompt = [(seed + i * i) % VOCAB for i in range(length)]
-        request = Request(name, prompt, params, length + max_tokens, frozenset(eos), seed, priority=priority)
+        request = Request(name, prompt, params, length + max_tokens, frozenset(eos), seed, self.now, priority, tenant)
         self.requests[name] = request
         if length > self.kv.capacity:
             with pytest.raises(ContextTooLong, match=f"{length} tokens, the KV pool holds {self.kv.capacity} "):
@@ -115,6 +120,11 @@ class Machine(RuleBasedStateMachine):
     @rule(share=st.sampled_from([0, 1, 2, 100]))
     def change_budget(self, share: int) -> None:
         self.budget_now = min(share, self.full_budget)
+
+    @rule(seconds=st.integers(0, 60), salt=st.integers(0, 5))
+    def time_passes(self, seconds: int, salt: int) -> None:
+        self.now += seconds
+        self.salt = salt  # the cache holds other things now
 
     @rule(allowed=st.booleans())
     def change_admission(self, allowed: bool) -> None:
@@ -192,6 +202,18 @@ class Machine(RuleBasedStateMachine):
             assert ledger.live + ledger.cached + ledger.free == ledger.total == self.kv.pool.num_blocks
             assert self.scheduler.has_unfinished == bool(self.live)
             assert len(self.scheduler.running) <= self.full_budget
+            self.check_policy()
+
+    def check_policy(self) -> None:
+        """The queue is in the policy's order, restated by sorting; nothing is kept of who has ended."""
+        policy, waiting = self.scheduler.policy, self.scheduler.waiting
+        queue = list(waiting)
+        assert queue == sorted(queue, key=policy.place) and waiting.first() is (queue[0] if queue else None)
+        if isinstance(policy, FairShare):
+            assert policy._of.keys() == self.live and set(waiting.groups) == {policy.group(r) for r in queue}
+            assert all(account.open == sum(policy._of[name] is account for name in self.live) for account in policy._accounts.values())
+        if isinstance(policy, LongestPrefix):
+            assert policy._hits.keys() == self.live
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -233,7 +233,7 @@ class AsyncLLM:
     # -- answers
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0,
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0, tenant: str = "",
         add_special_tokens: bool = True, deltas: bool = True,
     ) -> Generation:
         """Answer one prompt: an async iterator over the news (``deltas``), or over everything so far each time.
@@ -248,10 +248,11 @@ class AsyncLLM:
         params = self.defaults if sampling_params is None else sampling_params
         bad_words = self.inputs.check(params)
         check_priority(priority, self.config.scheduler.policy)
+        self.inputs.check_tenant(tenant)
         if not isinstance(prompt, Prompt):
             self.check_room(params.n)
         flight = Flight(self._board.name(request_id), params)
-        submit, start = partial(self._submit, flight, bad_words, priority), None
+        submit, start = partial(self._submit, flight, bad_words, priority, tenant), None
         if isinstance(prompt, Prompt):
             submit(prompt)
         else:
@@ -318,10 +319,12 @@ class AsyncLLM:
                 f"bytes at most each, so no text above {most} bytes can fit, and a prompt may have at most {self.max_model_len - 1} tokens", "prompt",
             )
 
-    def _submit(self, flight: Flight, bad_words: tuple[tuple[int, ...], ...], priority: int, prompt: Prompt) -> None:
+    def _submit(self, flight: Flight, bad_words: tuple[tuple[int, ...], ...], priority: int, tenant: str, prompt: Prompt) -> None:
         self._check_alive()
         now = time.monotonic()
-        requests = self.inputs.requests(self._board.engine_id(flight.request_id), prompt, flight.params, bad_words, arrival=now, priority=priority)
+        requests = self.inputs.requests(
+            self._board.engine_id(flight.request_id), prompt, flight.params, bad_words, arrival=now, priority=priority, tenant=tenant,
+        )
         answer = Answer(flight.request_id, prompt, flight.params, self.tokenizer, now)
         self._board.submit(flight, answer, requests, len(prompt.ids), self.vocab_size)
 

@@ -14,6 +14,7 @@ from octavo.errors import ContextTooLong, InvalidRequest, shown
 
 PRIORITIES = 2**63
 PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+MOST_TENANT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ class Inputs:
         return bad_words
 
     def requests(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], *, arrival: float, priority: int = 0
+        self, request_id: str, prompt: Prompt, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], *, arrival: float, priority: int = 0,
+        tenant: str = "",
     ) -> list[Request]:
         """The n Requests of a prompt and parameters that were checked. Takes a seed from the engine's counter if there is none."""
         # Negative seeds are the same 64 bits read as unsigned.
@@ -114,7 +116,7 @@ class Inputs:
             Request(
                 id=groups.child_id(request_id, index, params.n), prompt=prompt.ids, params=unscored if index else params,
                 max_total=min(room, self.max_model_len), eos_ids=self.eos_ids, seed=groups.child_seed(seed, index), arrival=arrival,
-                priority=priority, bad_words=bad_words,
+                priority=priority, tenant=tenant, bad_words=bad_words,
             )
             for index in range(params.n)
         ]
@@ -130,6 +132,16 @@ class Inputs:
                 f"the model's vocabulary has the ids 0 to {self.vocab - 1}", param,
             )
         return ids
+
+    @staticmethod
+    def check_tenant(tenant: Any, param: str = "tenant") -> None:
+        """Whether this can be a tenant's name; "" is the one that all without a name share. Raises: InvalidRequest."""
+        if not isinstance(tenant, str):
+            raise InvalidRequest(f"{param} must be a string, not {type(tenant).__name__}", param)
+        if len(tenant) > MOST_TENANT_CHARS:
+            raise InvalidRequest(f"{param} has {len(tenant)} characters; at most {MOST_TENANT_CHARS} are accepted", param)
+        if any("\ud800" <= char <= "\udfff" for char in tenant):
+            raise InvalidRequest(f"{param} holds half of a surrogate pair, which is no text", param)
 
     def _check_ids(self, given: Any) -> list[int]:
         if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):

@@ -43,7 +43,8 @@ class LLM:
         max_num_seqs: int = 256, max_num_batched_tokens: int | None = None, block_size: int = 16, num_kv_blocks: int | None = None,
         kv_cache_memory_bytes: int | None = None, enable_prefix_caching: bool | None = None, kv_cache_dtype: str = "auto",
         num_threads: int | None = None, seed: int = 0, tokenizer: str | None = None, revision: str | None = None,
-        scheduling_policy: str = "fcfs", max_logprobs: int = 20, generation_config: str = "auto", chat_template: str | None = None,
+        scheduling_policy: str = "fcfs", tenant_weights: Mapping[str, float] | str | None = None, admission: str = "optimistic",
+        target_itl_ms: float | None = None, max_logprobs: int = 20, generation_config: str = "auto", chat_template: str | None = None,
         backend: str = "native", report: Report | None = None, **others: Any,
     ) -> None:
         from octavo.engine import factory  # numpy and all the rest: only now
@@ -53,6 +54,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
             kv_cache_memory_bytes=kv_cache_memory_bytes, enable_prefix_caching=enable_prefix_caching, kv_cache_dtype=kv_cache_dtype,
             num_threads=num_threads, seed=seed, tokenizer=tokenizer, revision=revision, scheduling_policy=scheduling_policy,
+            tenant_weights=tenant_weights, admission=admission, target_itl_ms=target_itl_ms,
             max_logprobs=max_logprobs, generation_config=generation_config, chat_template=chat_template, backend=backend,
             **others,
         )
@@ -119,20 +121,20 @@ class LLM:
 
     def generate(
         self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True,
-        priority: int | Sequence[int] | None = None, *, lora_request: None = None,
+        priority: int | Sequence[int] | None = None, *, tenant: str | Sequence[str] | None = None, lora_request: None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all of them in one batch. Results come in the prompts' order.
 
         ``prompts`` is one or a sequence of: a string, {"prompt": …}, {"prompt_token_ids": […]}, a list of token ids.
-        ``sampling_params`` and ``priority`` (smaller is more urgent; only with scheduling_policy="priority") are one for
-        all, or one per prompt. ``lora_request`` is vLLM's, and None.
+        ``sampling_params``, ``priority`` (smaller is more urgent; only with scheduling_policy="priority") and ``tenant`` (whose
+        share it is under the policy "fair") are one for all, or one per prompt. ``lora_request`` is vLLM's, and None.
 
         Raises: InvalidRequest, ContextTooLong, naming the field (nothing has run then, and the engine goes on);
         WorkerDied.
         """
         refuse_adapter(lora_request)
         given = [prompts] if _is_one(prompts) else list(prompts)
-        return self._run(given, sampling_params, priority, use_tqdm, add_special_tokens=True)
+        return self._run(given, sampling_params, priority, tenant, use_tqdm, add_special_tokens=True)
 
     def chat(
         self, messages: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
@@ -149,7 +151,7 @@ class LLM:
             self._render(one, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs)
             for one in (messages if several else [messages])
         ]
-        return self._run(given, sampling_params, None, use_tqdm, add_special_tokens=False)
+        return self._run(given, sampling_params, None, None, use_tqdm, add_special_tokens=False)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> "Stream":
         """Complete one prompt, yielding what is new (texts and token ids as differences) as soon as it is there.
@@ -194,8 +196,10 @@ class LLM:
             raise WorkerDied("this LLM was shut down; make a new one")
         return self._engine
 
-    def _run(self, given: list[Any], params: Any, priority: Any, use_tqdm: bool, *, add_special_tokens: bool) -> list[RequestOutput]:
-        answers = self._submit(given, params, priority, add_special_tokens=add_special_tokens)
+    def _run(
+        self, given: list[Any], params: Any, priority: Any, tenant: Any, use_tqdm: bool, *, add_special_tokens: bool
+    ) -> list[RequestOutput]:
+        answers = self._submit(given, params, priority, tenant, add_special_tokens=add_special_tokens)
         try:
             with progress_bar(answers, use_tqdm) as tick:
                 while not all(answer.finished for answer in answers):
@@ -212,15 +216,18 @@ class LLM:
         return outputs
 
     def _stream(self, prompt: Any, params: SamplingParams | None, *, add_special_tokens: bool) -> "Stream":
-        return Stream(self._driver, self._submit([prompt], params, None, add_special_tokens=add_special_tokens)[0])
+        return Stream(self._driver, self._submit([prompt], params, None, None, add_special_tokens=add_special_tokens)[0])
 
-    def _submit(self, given: list[Any], params: Any, priority: Any, *, add_special_tokens: bool) -> list[Answer]:
+    def _submit(self, given: list[Any], params: Any, priority: Any, tenant: Any, *, add_special_tokens: bool) -> list[Answer]:
         """Check everything, then queue everything."""
         engine = self._running()
         every_params = _one_each(engine.text.defaults if params is None else params, len(given), "sampling_params", SamplingParams)
         priorities = _one_each(0 if priority is None else priority, len(given), "priority", int)
         for urgency in priorities:
             check_priority(urgency, engine.config.scheduler.policy)
+        tenants = _one_each("" if tenant is None else tenant, len(given), "tenant", str)
+        for name in tenants:
+            self._inputs.check_tenant(name)
         words: dict[int, tuple[tuple[int, ...], ...]] = {}  # by identity: one object for all prompts is checked once
         prompts: list[Prompt] = []
         for number, (one, its) in enumerate(zip(given, every_params, strict=True)):
@@ -232,9 +239,9 @@ class LLM:
                 raise _placed(error, number, len(given)) from error.__cause__
         now = time.monotonic()
         batch = []
-        for prompt, its, urgency in zip(prompts, every_params, priorities, strict=True):
+        for prompt, its, urgency, whose in zip(prompts, every_params, priorities, tenants, strict=True):
             request_id = str(next(self._numbers))
-            requests = self._inputs.requests(request_id, prompt, its, words[id(its)], arrival=now, priority=urgency)
+            requests = self._inputs.requests(request_id, prompt, its, words[id(its)], arrival=now, priority=urgency, tenant=whose)
             batch.append((Answer(request_id, prompt, its, engine.text.tokenizer, now), requests))
         self._driver.submit(batch)
         return [answer for answer, _ in batch]

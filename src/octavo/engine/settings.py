@@ -1,6 +1,8 @@
 """From what a caller writes to a checked Config: types and ranges here, what depends on the model in factory.resolve()."""
 
+import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -10,7 +12,9 @@ from octavo.errors import ConfigError, UnsupportedError, shown
 
 DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
 KNOWN_DTYPES = ("float16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "lpm", "fair")
+ADMISSIONS = ("optimistic", "predicted")
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
 MOST_THREADS = 1024  # the native pool's limit
 MOST = 2**20  # sequences or tokens of one step; more is a mistake
 DEFAULT_BATCHED_TOKENS = 512
@@ -22,8 +26,8 @@ def make_config(
     model: Any, *, dtype: Any = "auto", quantization: Any = None, max_model_len: Any = None, max_num_seqs: Any = 256,
     max_num_batched_tokens: Any = None, block_size: Any = BLOCK_SIZE, num_kv_blocks: Any = None, kv_cache_memory_bytes: Any = None,
     enable_prefix_caching: Any = None, kv_cache_dtype: Any = "auto", num_threads: Any = None, seed: Any = 0, tokenizer: Any = None,
-    revision: Any = None, scheduling_policy: Any = "fcfs", max_logprobs: Any = 20, generation_config: Any = "auto",
-    chat_template: Any = None, backend: Any = "native", **others: Any,
+    revision: Any = None, scheduling_policy: Any = "fcfs", tenant_weights: Any = None, admission: Any = "optimistic", target_itl_ms: Any = None,
+    max_logprobs: Any = 20, generation_config: Any = "auto", chat_template: Any = None, backend: Any = "native", **others: Any,
 ) -> Config:
     """Check every setting by itself and sort it into its section; names are vLLM's. ``others``: see engine/compat.py.
 
@@ -61,7 +65,8 @@ def make_config(
     scheduler = SchedulerConfig(
         max_num_seqs=_whole(max_num_seqs, "max_num_seqs", 1, MOST),
         max_num_batched_tokens=DEFAULT_BATCHED_TOKENS if tokens is None else tokens,
-        policy=_choice(scheduling_policy, "scheduling_policy", POLICIES),
+        policy=_choice(scheduling_policy, "scheduling_policy", POLICIES), tenant_weights=_weights(tenant_weights, scheduling_policy),
+        admission=_choice(admission, "admission", ADMISSIONS), target_itl_ms=_milliseconds(target_itl_ms, "target_itl_ms"),
     )
     runner = RunnerConfig(
         backend=_choice(backend, "backend", ("native", "torch")),
@@ -74,6 +79,44 @@ def make_config(
         generation_config=_choice(generation_config, "generation_config", ("auto", "vllm")) == "auto", chat_template=chat_template,
     )
     return Config(model=section, kv=kv, scheduler=scheduler, runner=runner)
+
+
+def _weights(given: Any, policy: Any) -> tuple[tuple[str, float], ...]:
+    """Shares of tenants: {"a": 2, "b": 1}, or the text "a=2,b=1". Raises: ConfigError."""
+    name = "tenant_weights"
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        pairs = [tuple(part.rpartition("=")[::2]) for part in given.split(",")]
+    elif isinstance(given, Mapping):
+        pairs = list(given.items())
+    else:
+        raise ConfigError(f'{name} must be a mapping of names to weights, or text such as "a=2,b=1", not {given!r}', name)
+    found: dict[str, float] = {}
+    for tenant, weight in pairs:
+        tenant = tenant.strip() if isinstance(tenant, str) else tenant
+        if not isinstance(tenant, str) or not tenant:
+            raise ConfigError(f"{name} holds {tenant!r}={weight}: a tenant's name and its weight, as in a=2, are needed", name)
+        if tenant in found:
+            raise ConfigError(f"{name} names {tenant!r} twice", name)
+        try:
+            share = math.nan if isinstance(weight, bool) else float(weight)
+        except (TypeError, ValueError):
+            share = math.nan
+        if not LEAST_WEIGHT <= share <= MOST_WEIGHT:
+            raise ConfigError(f"{name}: the weight of {tenant!r} must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {weight!r}", name)
+        found[tenant] = share
+    if found and policy != "fair":
+        raise ConfigError(f'{name} are shares under scheduling_policy "fair"; it is {policy!r}: choose fair, or leave them out', name)
+    return tuple(found.items())
+
+
+def _milliseconds(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number of milliseconds above 0, or None for no target, not {value!r}", name)
+    return float(value)
 
 
 def context_length(value: Any) -> int | None:

@@ -31,6 +31,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     llm, settings = context.llm, context.settings
     context.check_model(request.model)
     answer_id = context.new_id("chatcmpl", request.request_id, http)
+    tenant = context.tenant(request.user, http)
     tools = check_tools(request)
     check_unserved(request, ChatRequest)
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -49,7 +50,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     room = llm.max_model_len - (asked or 1)
     prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens), settings=settings, field="messages")
     check_room(len(prompt.ids), asked, llm.max_model_len, field)
-    return Job(context, request, answer_id, [prompt], params, params.n), _lead(request, messages)
+    return Job(context, request, answer_id, [prompt], params, params.n, tenant=tenant), _lead(request, messages)
 
 
 def _alternatives(request: ChatRequest) -> int | None:

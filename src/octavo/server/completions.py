@@ -32,6 +32,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     llm, settings = context.llm, context.settings
     context.check_model(request.model)
     answer_id = context.new_id("cmpl", request.request_id, http)
+    tenant = context.tenant(request.user, http)
     check_unserved(request, CompletionRequest)
     prompt_only = request.max_tokens == 0
     if prompt_only and not request.echo:
@@ -59,7 +60,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     n = params.n
     if prompt_only:  # one run scores the prompt for all n
         params = msgspec.structs.replace(params, n=1, logprobs=None)
-    return Job(context, request, answer_id, prompts, params, n, prompt_only)
+    return Job(context, request, answer_id, prompts, params, n, prompt_only, tenant)
 
 
 class CompletionFormat:
