@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo import CompletionOutput, InvalidRequest, OctavoError, SamplingParams, UnsupportedError
-from octavo.core.sampling import F32_MAX, F32_SMALLEST
+from octavo.core.sampling import F32_MAX, F32_SMALLEST, NEUTRAL
 
 HUGE = pytest.param(10**5000, id="5001 digits")  # more than Python writes
 FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
@@ -82,6 +82,21 @@ def test_lone_surrogates_blame_their_field(name: str) -> None:
     error = refused(**{name: ["fine", "a\ud800"]})
     assert error.param == name and error.message.startswith(f"{name}[1] is no valid Unicode")
     assert getattr(SamplingParams(**{name: ["\U0001f600"]}), name) == ["\U0001f600"]
+
+
+ODD: list[Any] = [
+    np.array([1, 2]), 10**400, -(10**400), 10**5000, math.nan, math.inf, 1e39, "9" * 400, "\ud800", {}, [], object(), True, {"a": 1}, {5: "x"},
+    {1: np.array([1, 2])}, [np.array([1, 2])], [10**5000], [None], [[1]], b"x", print, -1, 2.5, np.float32(3), (1, 2),
+]
+
+
+@pytest.mark.parametrize("name", [*SamplingParams.__struct_fields__, *NEUTRAL])
+def test_no_value_whatever_is_answered_by_anything_but_our_own_errors(name: str) -> None:
+    for value in ODD:
+        try:
+            SamplingParams(**{name: value})
+        except (InvalidRequest, UnsupportedError) as error:
+            assert error.param == name and len(error.message) < 400
 
 
 class OutputKind(enum.Enum):

@@ -376,7 +376,7 @@ def test_bad_priority(llm: LLM) -> None:
     for bad in ("1", True, [1, 2], 1.5, 2**63):
         with pytest.raises(InvalidRequest, match="priority"):
             llm.generate([[1]], GREEDY, priority=bad)
-    with pytest.raises(InvalidRequest, match=r"priority is 3, and this engine serves first come, first served.*scheduling_policy"):
+    with pytest.raises(InvalidRequest, match="priority is 3, and the scheduling policy fcfs pays no heed to it"):
         llm.generate([[1], [2]], GREEDY, priority=[0, 3])
 
 

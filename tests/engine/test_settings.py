@@ -123,3 +123,19 @@ def test_only_one_pool_size() -> None:
 ])
 def test_context_length(given: Any, want: int | None) -> None:
     assert context_length(given) == want
+
+
+ODD: list[Any] = [
+    np.array([1, 2]), 10**400, -(10**400), 10**5000, float("nan"), float("inf"), 1e39, "9" * 400, "a=" + "9" * 400, "\ud800", "x\0", {}, [],
+    object(), True, {"a": 10**400}, {"a": np.array([1, 2])}, {5: 1}, {"a": None}, b"x", print, -1, 2.5, np.float32(3),
+]
+
+
+@pytest.mark.parametrize("name", [*(make_config.__kwdefaults__ or {}), "model", "tensor_parallel_size", "gpu_memory_utilization", "hf_overrides"])
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_no_value_whatever_is_answered_by_anything_but_our_own_errors(name: str, policy: str) -> None:
+    for value in ODD:
+        try:
+            make_config(**({"model": "m", "scheduling_policy": policy} | {name: value}))
+        except (ConfigError, UnsupportedError) as error:
+            assert error.param == name and len(error.message) < 400

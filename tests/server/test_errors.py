@@ -71,7 +71,7 @@ SHARED: list[tuple[str, Any, str]] = [
     ("allowed_token_ids", [999], "999"), ("prompt_logprobs", -2, "-2"), ("prompt_logprobs", 21, "20"), ("prompt_logprobs", 2**70, "below"),
     ("ignore_eos", "yes", "bool"), ("ignore_eos", 1, "bool"), ("stream", "true", "bool"), ("stream_options", True, "object"),
     ("truncate_prompt_tokens", 0, "0"), ("truncate_prompt_tokens", -2, "-2"), ("truncate_prompt_tokens", 64, "room"),
-    ("priority", "high", "int"), ("priority", 2**63, "priority"), ("priority", 1, "first come"),
+    ("priority", "high", "int"), ("priority", 2**63, "priority"), ("priority", 1, "scheduling policy fcfs"),
     ("priority", -(2**40), "priority"), ("request_id", "a b", "ASCII"),
     ("request_id", "x" * 129, "128"),
     ("best_of", 2, "not served"), ("best_of", 0, "below n"), ("use_beam_search", True, "not served"), ("length_penalty", 2, "not served"),

@@ -29,7 +29,7 @@ class _Kind(type(msgspec.Struct)):  # type: ignore[misc]
     def __call__(cls, *args: Any, **given: Any) -> Any:
         for name in [name for name in given if name not in cls.__struct_fields__]:
             value = given.pop(name)
-            if name != "best_of" or value != given.get("n", 1):  # the best n of n
+            if name != "best_of" or type(value) is not int or value != given.get("n", 1):  # the best n of n
                 _ask_for_nothing(name, value, cls.__struct_fields__)
         return super().__call__(*args, **given)
 
@@ -174,8 +174,12 @@ def _number(value: object, name: str, low: float, high: float, *, open_low: bool
         raise InvalidRequest(f"{name} must be a number, not {shown(value)}", name)
     if not low <= value <= high or (open_low and value == low):  # a NaN fails, too
         least = "above 0" if low == F32_SMALLEST else f"above {low:g}" if open_low else f"at least {low:g}"
-        limits = f" (float32 holds {low:g} to {high:g})" if low == F32_SMALLEST else ", float32's largest number" if high == F32_MAX else ""
-        raise InvalidRequest(f"{name} must be {least} and at most {high:g}{limits}, not {shown(value)}", name)
+        most = f" and at most {high:g}"
+        if low == F32_SMALLEST:
+            most += f" (float32 holds {low:g} to {high:g})"
+        elif high == F32_MAX:
+            most = "" if value < low else f"{most}, float32's largest number"
+        raise InvalidRequest(f"{name} must be {least}{most}, not {shown(value)}", name)
 
 
 def _span(low: int, high: int | None) -> str:

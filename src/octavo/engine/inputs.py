@@ -29,10 +29,8 @@ def check_priority(value: Any, policy: str) -> None:
     """Whether a request may have this priority. Raises: InvalidRequest; also where the policy would pay no heed to it, as in vLLM."""
     if isinstance(value, bool) or not isinstance(value, int) or not -PRIORITIES <= value < PRIORITIES:
         raise InvalidRequest(f"priority must be a whole number of 64 bits, not {shown(value)}", "priority")
-    if value and policy == "fcfs":
-        raise InvalidRequest(
-            f"priority is {value}, and this engine serves first come, first served: it needs the setting scheduling_policy='priority'", "priority",
-        )
+    if value and policy != "priority":
+        raise InvalidRequest(f"priority is {value}, and the scheduling policy {policy} pays no heed to it: priority does", "priority")
 
 
 class Inputs:

@@ -15,6 +15,7 @@ KNOWN_DTYPES = ("float16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
 POLICIES = ("fcfs", "priority", "lpm", "fair")
 ADMISSIONS = ("optimistic", "predicted")
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
+LONGEST_MS = 1e9  # of a target; more is a mistake
 MOST_THREADS = 1024  # the native pool's limit
 MOST = 2**20  # sequences or tokens of one step; more is a mistake
 DEFAULT_BATCHED_TOKENS = 512
@@ -91,20 +92,21 @@ def _weights(given: Any, policy: Any) -> tuple[tuple[str, float], ...]:
     elif isinstance(given, Mapping):
         pairs = list(given.items())
     else:
-        raise ConfigError(f'{name} must be a mapping of names to weights, or text such as "a=2,b=1", not {given!r}', name)
+        raise ConfigError(f'{name} must be a mapping of names to weights, or text such as "a=2,b=1", not {shown(given)}', name)
     found: dict[str, float] = {}
     for tenant, weight in pairs:
         tenant = tenant.strip() if isinstance(tenant, str) else tenant
         if not isinstance(tenant, str) or not tenant:
-            raise ConfigError(f"{name} holds {tenant!r}={weight}: a tenant's name and its weight, as in a=2, are needed", name)
+            raise ConfigError(f"{name} holds {shown(tenant)}={shown(weight)}: a tenant's name and its weight, as in a=2, are needed", name)
         if tenant in found:
-            raise ConfigError(f"{name} names {tenant!r} twice", name)
+            raise ConfigError(f"{name} names {shown(tenant)} twice", name)
         try:
             share = math.nan if isinstance(weight, bool) else float(weight)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             share = math.nan
         if not LEAST_WEIGHT <= share <= MOST_WEIGHT:
-            raise ConfigError(f"{name}: the weight of {tenant!r} must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {weight!r}", name)
+            limits = f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+            raise ConfigError(f"{name}: the weight of {shown(tenant)} must be a number from {limits}, not {shown(weight)}", name)
         found[tenant] = share
     if found and policy != "fair":
         raise ConfigError(f'{name} are shares under scheduling_policy "fair"; it is {policy!r}: choose fair, or leave them out', name)
@@ -114,8 +116,8 @@ def _weights(given: Any, policy: Any) -> tuple[tuple[str, float], ...]:
 def _milliseconds(value: Any, name: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a number of milliseconds above 0, or None for no target, not {value!r}", name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_MS:
+        raise ConfigError(f"{name} must be a number of milliseconds above 0 and up to {LONGEST_MS:g}, or None, not {shown(value)}", name)
     return float(value)
 
 
