@@ -318,13 +318,15 @@ def test_unknown_names_list_the_known_ones(model) -> None:
 @pytest.mark.parametrize(
     "model, words",
     [
-        ("x" * 5000, "5000 characters"), ("x" * 300, "cannot be looked at"), ("a\0b", "NUL"),
+        ("x" * 5000, "5000 characters"), ("x" * 300, "cannot be looked at"), ("a\0b", "null"),
+        ("\ud800", "surrogates"),
         ("~nobody-of-that-name/model", "determine home directory"),
     ],
 )
 def test_names_that_the_system_refuses(model, words) -> None:
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=words) as caught:
         hub.resolve(model)
+    assert caught.value.param == "model" and caught.value.message.encode()
 
 
 def test_another_setting_is_blamed(tmp_path) -> None:

@@ -153,12 +153,16 @@ def _silent(what: str, done: int, total: int | None) -> None:
 
 
 def _path(text: str) -> Path:
-    if "\0" in text or len(text) > LONGEST_PATH:
-        raise CheckpointError(f"model {shown(text)} is no path and no name: {len(text)} characters, or a NUL among them", "model")
     try:
-        return Path(text).expanduser()
-    except RuntimeError as error:  # a ~user that does not exist
-        raise CheckpointError(f"model {text!r}: {error}", "model") from None
+        if len(os.fsencode(text)) > LONGEST_PATH:
+            raise CheckpointError(f"model {shown(text)} is no path and no name: it has {len(text)} characters", "model")
+        path = Path(text).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, a lone surrogate; a ~user that does not exist
+        raise CheckpointError(f"model {shown(text)} cannot be looked at: {error}", "model") from None
+    return path
 
 
 def _short_name(name: str) -> ShortName:
