@@ -18,7 +18,7 @@ from tests.checkpoints import make_tiny
 from octavo.bench.serve_client import Job, Result, drive
 from octavo.bench.server import Server
 from octavo.errors import ConfigError
-from octavo.server import run
+from octavo.server import run, sockets
 
 NAME = ("--served-model-name", "tiny", "--max-num-seqs", "8")
 ENDLESS = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 10_000, "ignore_eos": True, "stream": True}
@@ -167,7 +167,7 @@ def test_a_unix_socket(tiny: str, tmp_path: Path) -> None:
         assert server.url == f"unix:{path}" and server.request("GET", "/health")[0] == 200
         assert [r.end for r in drive(server.url, [Job(0, "/v1/completions", ENDLESS | {"max_tokens": 3})], 1)] == ["done"]
         with pytest.raises(ConfigError, match="another process serves on"):
-            run.bind("", 0, str(path))
+            sockets.bind("", 0, str(path))
         assert server.stop() == 0
     assert not path.exists()
 
@@ -176,18 +176,18 @@ def test_addresses_that_cannot_be_had(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use by another process") as raised:
-            run.bind("127.0.0.1", port)
+            sockets.bind("127.0.0.1", port)
         assert raised.value.param == "port"
     with pytest.raises(ConfigError, match="between 0 and 65535, not 99999"):
-        run.bind("127.0.0.1", 99999)
+        sockets.bind("127.0.0.1", 99999)
     with pytest.raises(ConfigError, match=r"^host ") as raised:
-        run.bind("no.such.host.invalid", 80)
+        sockets.bind("no.such.host.invalid", 80)
     assert raised.value.param == "host"
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is no socket"):
-        run.bind("", 0, str(tmp_path / "file"))
+        sockets.bind("", 0, str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="cannot make the socket"):
-        run.bind("", 0, str(tmp_path / "no" / "folder"))
+        sockets.bind("", 0, str(tmp_path / "no" / "folder"))
 
 
 def test_a_port_in_use_is_told_before_anything_loads(tiny: str) -> None:

@@ -40,7 +40,8 @@ def chat(
             raise ConfigError(f"two model names: {model} and {served}", "model")
         remote = Remote(url, api_key, served or model)
         sys.stderr.write(f"{remote.model} at {remote.url}\n")
-        _talk(lambda messages: remote.stream_chat(messages, wanted), system)
+        if not _talk(lambda messages: remote.stream_chat(messages, wanted), system):
+            raise typer.Exit(1)
         return
     if served is not None:
         raise ConfigError("--model names a model of a server, given by --url; a model to load here is given without it", "model")
@@ -48,7 +49,9 @@ def chat(
         raise ConfigError("give a MODEL to load here, or --url to talk to a server", "model")
     with o.load(model, settings, wanted, verbose=verbose) as llm:
         params = o.sampling(llm, wanted)
-        _talk(lambda messages: _local(llm, messages, params), system)
+        done = _talk(lambda messages: _local(llm, messages, params), system)
+    if not done:
+        raise typer.Exit(1)
 
 
 def _local(llm: Any, messages: Messages, params: Any) -> Iterator[Piece]:
@@ -65,18 +68,19 @@ def _local(llm: Any, messages: Messages, params: Any) -> Iterator[Piece]:
                 raise RequestError(str(sample.stop_reason))
 
 
-def _talk(ask: Ask, system: str | None) -> None:
-    """The conversation, until /exit or the end of the input."""
+def _talk(ask: Ask, system: str | None) -> bool:
+    """The conversation, until /exit or the end of the input. False when nobody looked on and every turn failed."""
     from octavo.errors import RemoteError, RequestError
 
     if sys.stdin.isatty():
         sys.stderr.write(HELP + "\n")
     head: Messages = [{"role": "system", "content": system}] if system else []
     turns: Messages = []
+    answered = failed = 0
     while (line := _read()) is not None:
         word, _, rest = line.strip().partition(" ")
         if word in ("/exit", "/quit"):
-            return
+            break
         if word == "/clear":
             turns = []
         elif word == "/system":
@@ -91,8 +95,11 @@ def _talk(ask: Ask, system: str | None) -> None:
             asked = turns[:-1] if word == "/again" else [*turns, {"role": "user", "content": line}]
             try:
                 turns = [*asked, {"role": "assistant", "content": show(ask([*head, *asked]))}]
+                answered += 1
             except (RequestError, RemoteError) as error:  # too long a conversation, say: this turn is as if it had not been
                 sys.stderr.write(f"{error.message} (/clear starts anew)\n")
+                failed += 1
+    return answered > 0 or failed == 0 or sys.stdin.isatty()
 
 
 def _read() -> str | None:

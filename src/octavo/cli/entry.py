@@ -19,6 +19,8 @@ def main() -> None:
         run()
         sys.stdout.flush()
     except KeyboardInterrupt:
+        if process := sys.modules.get("octavo.engine.process"):
+            process.remove_folders()
         sys.stderr.write("\n")
         os._exit(130)  # not by way of whatever was half imported
     except OSError as error:

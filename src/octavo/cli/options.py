@@ -62,7 +62,29 @@ SAMPLING_OPTIONS: Table = {
     "stop": (list[str], "Stop string; repeat for several.", ()),
 }
 
-OTHERS = ("host", "port", "uds", "api_key", "url", "prompt", "prompts_file")  # of single commands
+# vLLM's, for commands that were written for it: accepted where they ask for nothing, else refused by name (engine/compat.py). Not in the help.
+NEUTRAL_OPTIONS: Table = {
+    "tensor_parallel_size": (int, "", ("--tensor-parallel-size", "-tp")),
+    "pipeline_parallel_size": (int, "", ("--pipeline-parallel-size", "-pp")),
+    "data_parallel_size": (int, "", ("--data-parallel-size", "-dp")),
+    "gpu_memory_utilization": (float, "", ()),
+    "swap_space": (float, "", ()),
+    "cpu_offload_gb": (float, "", ()),
+    "load_format": (str, "", ()),
+    "download_dir": (str, "", ()),
+    "tokenizer_mode": (str, "", ()),
+    "device": (str, "", ()),
+    "task": (str, "", ()),
+    "runner": (str, "", ()),
+    "trust_remote_code": (bool, "", ("--trust-remote-code/--no-trust-remote-code",)),
+    "enforce_eager": (bool, "", ("--enforce-eager/--no-enforce-eager",)),
+    "enable_chunked_prefill": (bool, "", ("--enable-chunked-prefill/--no-enable-chunked-prefill",)),
+    "disable_log_stats": (bool, "", ("--disable-log-stats/--no-disable-log-stats",)),
+    "disable_log_requests": (bool, "", ("--disable-log-requests/--no-disable-log-requests",)),
+    "enable_log_requests": (bool, "", ("--enable-log-requests/--no-enable-log-requests",)),
+}
+
+OTHERS = ("host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name")  # of single commands
 
 Command = Callable[..., None]
 
@@ -76,7 +98,7 @@ def engine_options(*, own_seed: bool = True) -> Callable[[Command], Command]:
     if not own_seed:
         kind, text, _ = table["seed"]
         table["seed"] = (kind, text, ())
-    return _extend(table, "settings", ENGINE, prefix="engine_")
+    return _extend(table | NEUTRAL_OPTIONS, "settings", ENGINE, prefix="engine_")
 
 
 def sampling_options(command: Command) -> Command:
@@ -96,7 +118,7 @@ def _extend(table: Table, gathered: str, panel: str, prefix: str = "") -> Callab
         own = [each for each in inspect.signature(command).parameters.values() if each.name != gathered]
         more = [
             inspect.Parameter(prefix + name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
-                kind | None, typer.Option(*(names or (f"--{name.replace('_', '-')}",)), help=text, rich_help_panel=panel)])
+                kind | None, typer.Option(*(names or (f"--{name.replace('_', '-')}",)), help=text, hidden=not text, rich_help_panel=panel)])
             for name, (kind, text, names) in table.items()
         ]
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *more)]
@@ -133,5 +155,5 @@ def sampling(llm: "LLM", wanted: dict[str, Any]) -> Any:
 
 def flag(param: str) -> str | None:
     """The command-line option that sets ``param``, for error messages; None when there is none of that name."""
-    known = param in ENGINE_OPTIONS or param in SAMPLING_OPTIONS or param in OTHERS
+    known = param in ENGINE_OPTIONS or param in NEUTRAL_OPTIONS or param in SAMPLING_OPTIONS or param in OTHERS
     return f"--{param.replace('_', '-')}" if known else None

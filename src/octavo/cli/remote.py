@@ -39,8 +39,10 @@ class Remote:
         path = parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
         self._headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        if api_key and (key := api_key.strip()):
+            if not key.isprintable() or any(ord(char) > 255 for char in key):
+                raise ConfigError("the API key holds a character that no HTTP header can carry", "api_key")
+            self._headers["Authorization"] = f"Bearer {key}"
         self.model = model or self._first_model()
 
     def stream_chat(self, messages: Sequence[dict[str, str]], wanted: dict[str, Any]) -> Iterator[Piece]:

@@ -1,5 +1,6 @@
 """`octavo serve`: an OpenAI-compatible HTTP server."""
 
+import os
 import sys
 import time
 from typing import Annotated, Any
@@ -17,8 +18,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine's.", rich_help_panel=SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
     uds: Annotated[str | None, typer.Option(help="Listen on this Unix socket instead.", rich_help_panel=SERVER)] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send: KEY, or NAME=KEY for its tenant's name; repeat for several.",
-                                                      envvar="OCTAVO_API_KEY", show_envvar=True, rich_help_panel=SERVER)] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send: KEY, or NAME=KEY for its tenant's name; repeat for several. Without it, "
+                                                           "OCTAVO_API_KEY holds one. Space around a key is no part of it.",
+                                                      rich_help_panel=SERVER)] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name that requests call the model by; repeat for several (default: MODEL).",
                                                                 rich_help_panel=SERVER)] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that open requests may take to finish after SIGTERM or Ctrl-C.",
@@ -37,23 +39,36 @@ def serve(
     """Serve a model over HTTP, as OpenAI's API does. SIGTERM or Ctrl-C lets open requests finish first; a second one ends at once."""
     from octavo.cli.terminal import Startup
     from octavo.engine.console import show_log
+    from octavo.errors import ConfigError
     from octavo.server import run
     from octavo.server.settings import ServerSettings, named_keys
+    from octavo.server.sockets import bind
 
     began = time.perf_counter()
+    if api_key is None and (kept := os.environ.get("OCTAVO_API_KEY")) is not None:
+        if not kept.strip():
+            raise ConfigError("OCTAVO_API_KEY is set, and empty: unset it for a server that anybody may use")
+        api_key = [kept]
+    if served_model_name is not None and not all(name.strip() for name in served_model_name):
+        raise ConfigError("a served model's name is empty", "served_model_name")
     keys, key_names = named_keys(api_key or ())
     show_log()
     web = ServerSettings(
         served_model_names=tuple(served_model_name or (model,)), api_keys=keys, key_names=key_names, allow_unknown_fields=allow_unknown_fields,
         stream_interval=stream_interval, max_body_bytes=max_body_bytes, cors_origins=tuple(cors_origin or ()),
     )
-    with run.bind(host, port, uds) as sock, Startup(verbose) as startup:
-        from octavo.engine.async_engine import AsyncLLM  # its process starts before anything of the web is imported
+    startup = Startup(verbose)
+    run.end_on_signals(startup.close)
+    try:
+        with bind(host, port, uds) as sock, startup:
+            from octavo.engine.async_engine import AsyncLLM  # its process starts before anything of the web is imported
 
-        def ready(address: str) -> None:
-            startup.close()
-            startup.console.print(f"  ready at {address} in {time.perf_counter() - began:.2f} s", soft_wrap=True)
+            def ready(address: str) -> None:
+                startup.close()
+                startup.console.print(f"  ready at {address} in {time.perf_counter() - began:.2f} s", soft_wrap=True)
 
-        llm = AsyncLLM(model, report=startup, max_num_queued_reqs=max_num_queued_reqs, **settings)
-        status = run.run(llm, web, sock, shutdown_timeout=shutdown_timeout, ready=ready)
+            llm = AsyncLLM(model, report=startup, max_num_queued_reqs=max_num_queued_reqs, **settings)
+            status = run.run(llm, web, sock, shutdown_timeout=shutdown_timeout, ready=ready)
+    finally:
+        run.clean_up()
     sys.exit(status)

@@ -16,7 +16,7 @@ from octavo.errors import OctavoError, WorkerDied
 
 GRACE = 0.1  # seconds after the process' end in which its last batches may still come in
 TURN = 0.005  # seconds of the event loop's time that messages may take at once
-STOP_SECONDS = 5.0  # that an engine has to end by itself
+STOP_SECONDS = 2.0  # that an engine has to end by itself
 
 
 class EngineClient(Protocol):
@@ -43,7 +43,7 @@ class ProcessClient:
         self._on_end: Callable[[OctavoError], None] = lambda error: None
         self._last = b""
         self._ended: asyncio.Event | None = None
-        self._started = self._closed = False
+        self._started = self._closed = self._killed = False
 
     def attach(self, on_message: Callable[[FromEngine], None], on_end: Callable[[OctavoError], None]) -> None:
         """Watch the socket and the process."""
@@ -74,6 +74,7 @@ class ProcessClient:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
         if not self._ended.is_set():
+            self._killed = True
             self._handle.process.kill()
             await self._ended.wait()
 
@@ -128,6 +129,8 @@ class ProcessClient:
             except msgspec.MsgspecError:
                 words = LastWords("WorkerDied", "the engine process ended in the middle of its last words")
             return WorkerDied("the engine was shut down") if words.kind is None else words.error()
+        if self._killed:
+            return WorkerDied("the engine was shut down")
         code = self._handle.process.wait()  # its pipe is closed: it is gone, or will be in no time
         how = f"was killed by signal {-code}{' (out of memory?)' if code == -9 else ''}" if code < 0 else f"ended with status {code}"
         return WorkerDied(f"the engine process (pid {self._handle.process.pid}) {how}")

@@ -11,6 +11,7 @@ it says why it ends, if it still can.
 import gc
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -87,7 +88,7 @@ def launch(config: Config, report: Report | None = None) -> EngineHandle:
     except BaseException:
         os.close(words)
         socket.context.destroy(linger=0)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_folder(folder)
         raise
     finally:
         os.close(child_end)
@@ -101,14 +102,29 @@ def launch(config: Config, report: Report | None = None) -> EngineHandle:
     return EngineHandle(process, socket, words, folder, path)
 
 
+_folders: set[str] = set()  # this process' folders, known before they are made: a signal may come at any time
+
+
+def remove_folders() -> None:
+    """Remove what the engine processes of this one leave behind: for those who end without Python's own clearing up."""
+    for folder in list(_folders):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _private_folder() -> str:
     """A folder that only this user can enter, with a name that is short enough for a socket in it."""
-    for place in (None, "/tmp"):
-        folder = tempfile.mkdtemp(prefix="octavo-", dir=place)
+    for place in (tempfile.gettempdir(), "/tmp"):
+        folder = os.path.join(place, f"octavo-{secrets.token_hex(8)}")
         if len(os.fsencode(folder)) <= LONGEST_ADDRESS - len("/engine"):
+            _folders.add(folder)
+            os.mkdir(folder, 0o700)
             return folder
-        os.rmdir(folder)
     raise ConfigError("no folder for temporary files has a name short enough for a socket in it: set TMPDIR to a shorter one", "TMPDIR")
+
+
+def _remove_folder(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    _folders.discard(folder)
 
 
 def _clean(process: "subprocess.Popen[bytes]", socket: Any, words: int, folder: str) -> None:
@@ -120,7 +136,7 @@ def _clean(process: "subprocess.Popen[bytes]", socket: Any, words: int, folder: 
             process.stdin.close()
     socket.context.destroy(linger=0)
     os.close(words)
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove_folder(folder)
 
 
 # -- the child
@@ -245,7 +261,7 @@ def main(words: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(words, False)
     boot = m.decode_boot(_read(int.from_bytes(_read(4), "little")))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(boot.address,), daemon=True).start()
     if boot.log is not None:
         os.environ["OCTAVO_LOG"] = boot.log
     last, code = m.LastWords(), 0
@@ -313,9 +329,10 @@ def _read(count: int) -> bytes:
     return data
 
 
-def _end_with_parent() -> None:
-    """Wait for the end of standard input: the parent is gone, however it went. Nobody is left to hear anything."""
+def _end_with_parent(address: str) -> None:
+    """Wait for the end of standard input: the parent is gone, however it went. Nobody is left to hear anything, or to remove the folder."""
     with suppress(OSError):
         while os.read(0, 1024):
             pass
+    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
     os._exit(1)

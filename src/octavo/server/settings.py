@@ -40,10 +40,11 @@ def named_keys(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[str, 
     """
     keys: list[str] = []
     names: dict[str, str] = {}
-    for place, text in enumerate(given, 1):
+    for place, text in enumerate((each.strip() for each in given), 1):  # a header's value has no space around it
         name, _, key = text.partition("=")
         if not key.strip("=") and name:  # no name: what base64 ends with
             name, key = "", text
+        key = key.strip()
         if not key:
             raise ConfigError(f"API key {place} is empty", "api_key")
         if name and not _NAME.fullmatch(name):
