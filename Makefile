@@ -62,5 +62,5 @@ $(VENV)/.test-extra: $(VENV)/bin/python $(SOURCES)
 
 # Linting reads the sources as they are and needs nothing compiled.
 $(VENV)/.lint-extra: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install -q "ruff>=0.6" "mypy>=1.11" "import-linter>=2.0" "msgspec>=0.18"
+	$(BIN)/pip install -q "ruff>=0.6" "mypy>=1.11" "import-linter>=2.0" "msgspec>=0.20"
 	@touch $@

@@ -117,7 +117,8 @@ def _milliseconds(value: Any, name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LONGEST_MS:
-        raise ConfigError(f"{name} must be a number of milliseconds above 0 and up to {LONGEST_MS:g}, or None, not {shown(value)}", name)
+        most = f" and up to {LONGEST_MS:g}" if isinstance(value, int | float) and value > LONGEST_MS else ""
+        raise ConfigError(f"{name} must be a number of milliseconds above 0{most}, or None for no target, not {shown(value)}", name)
     return float(value)
 
 
