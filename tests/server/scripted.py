@@ -1,7 +1,7 @@
 """An engine that says what it is told to: the shape of AsyncLLM over the real detokenizer, for tests of every split of a text."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from octavo.core.output import Delta, LogprobRow, RequestOutput
@@ -60,6 +60,8 @@ class ScriptedLLM:
         self.reason: str | None = None
         self.num_open = 0
         self.tokenized = 0
+        self.worked = 0  # pieces of other work on text
+        self.thread: asyncio.Event | None = None  # waited for before each
         self.tenants: list[str] = []  # of all prompts so far
         self.refusal: Exception | None = None
         self.hold: asyncio.Event | None = None  # waited for before each delta
@@ -77,6 +79,12 @@ class ScriptedLLM:
         if len(prompt) > 16 * self.max_model_len:  # what no tokenization could make fit
             raise ContextTooLong("far too long", "prompt")
         return self.inputs.prompt(prompt, add_special_tokens=add_special_tokens)
+
+    async def in_thread(self, work: Callable[[], Any]) -> Any:
+        self.worked += 1
+        if self.thread is not None:
+            await self.thread.wait()
+        return work()
 
     async def render(self, messages: Any, **options: Any) -> str:
         return self.template.render(messages, **options)

@@ -141,6 +141,7 @@ def place(field: str, value: Any) -> str:
     places: dict[tuple[str, str], str] = {
         ("stop", '["a", 5]'): "stop[1]", ("prompt", '[1, "a"]'): "prompt[1]", ("prompt", "[1, [2]]"): "prompt[1]",
         ("prompt", '["a", 1]'): "prompt[1]",
+        ("prompt", "[[]]"): "prompt[0]", ("prompt", '["a", ""]'): "prompt[1]", ("prompt", "[[1], [2, 999]]"): "prompt[1]",
         ("prompt", "[1.5]"): "prompt[0]", ("prompt", "[true]"): "prompt[0]", ("prompt", "[[[1]]]"): "prompt[0][0]", ("prompt", "[null]"): "prompt[0]",
         ("messages", "[5]"): "messages[0]", ("logit_bias", '{"1": "1"}'): "logit_bias[...]",
     }

@@ -227,6 +227,14 @@ class AsyncLLM:
             chosen = template if chat_template is None else ChatTemplate.of(self.tokenizer, chat_template)
             return chosen.render(messages, **options)
 
+        return await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do some work on text in the threads that tokenization has, counted as one that waits; check_room() asks for room.
+
+        Cancelling gives it up where it has not begun. Raises: what ``work`` raises; WorkerDied.
+        """
+        self._check_alive()
         with self._place():
             return await self._in_pool(work)
 

@@ -3,13 +3,14 @@
 import gc
 import json
 import re
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from starlette.requests import Request
 
 from octavo.server.errors import ApiError, invalid
-from octavo.server.schema import RELAXED
+from octavo.server.schema import RELAXED, Message
 from octavo.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -18,7 +19,10 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*?)`", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
 _DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
-_MOST_SCANNED = 2**20  # bytes of a malformed body that are looked through once more for a NaN
+_MOST_SCANNED = 2**18  # bytes of a malformed body that are looked through once more for a NaN
+_LARGE = 2**20  # bytes: the lists of a larger body are measured before they are decoded
+MOST_MESSAGES = 16_384  # of one request; each is looked at in Python
+_MOST_ENTRIES = 2**20  # of any other list or object of a request's own: more than a vocabulary has
 _MOST_SHOWN = 200  # characters of a client's text in a message
 
 
@@ -26,7 +30,52 @@ async def read_json(request: Request, kind: type[T], settings: ServerSettings) -
     """The body as ``kind``. Raises: ApiError 400, 413, 415."""
     _check_type(request)
     body = await _read(request, settings.max_body_bytes)
-    return decode(body, RELAXED[kind] if settings.allow_unknown_fields else kind)
+    kind = RELAXED[kind] if settings.allow_unknown_fields else kind  # type: ignore[assignment]
+    return decode(body, kind) if len(body) <= _LARGE else decode_measured(body, kind)
+
+
+def decode_measured(body: bytes, kind: type[T]) -> T:
+    """A large body as ``kind``: the same as decode(), but no list is built before its length is known to be bearable.
+
+    Decoding holds the interpreter's lock, so a thread would not help: what costs seconds must not be decoded. Each field
+    is decoded once, whatever the number of times that the body repeats it. Raises: ApiError 400, naming the field.
+    """
+    twin, containers = _raw_twin(kind)
+    held = decode(body, twin)
+    given = {name: getattr(held, name) for name in twin.__struct_fields__}
+    for name, hint in containers.items():
+        if (raw := given[name]) is None:
+            continue
+        if name == "messages":
+            given[name] = _decode_messages(raw)
+            continue
+        if (found := count_marks(bytes(raw), b",") + 1) > _MOST_ENTRIES:
+            raise invalid(f"{name} has {found} entries; at most {_MOST_ENTRIES} are accepted", name)
+        given[name] = decode(raw, hint, name)
+    return kind(**given)
+
+
+def _decode_messages(raw: msgspec.Raw) -> Any:
+    _Counted.made = 0  # nothing else decodes meanwhile: all of this is one call on the event loop
+    try:
+        return decode(raw, list[_Counted] | None, "messages")
+    except TooMany:
+        raise invalid(f"messages has more than {MOST_MESSAGES} entries; at most so many are accepted", "messages") from None
+
+
+def count_marks(text: bytes, marks: bytes) -> int:
+    """How often any of some bytes stand in a text. In time that does not depend on how often, unlike bytes.count()."""
+    return len(text) - len(text.translate(None, marks))
+
+
+def unescaped(text: bytes) -> bytes:
+    """JSON without escaped backslashes and quotes: every quote that is left begins or ends a string."""
+    return text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+
+
+def outside_strings(text: bytes) -> bytes:
+    """JSON without its strings."""
+    return b"".join(unescaped(text).split(b'"')[::2])
 
 
 def decode(body: bytes | msgspec.Raw, kind: Any, at: str = "") -> Any:
@@ -60,6 +109,42 @@ def first_byte(raw: msgspec.Raw) -> bytes:
 def shown(text: str) -> str:
     """A client's text, cut to what fits a message."""
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
+
+
+class TooMany(Exception):
+    """A list goes on beyond what is accepted."""
+
+
+class _Counted(Message):
+    """A message of a large body. Decoding ends at the first one too many."""
+
+    made: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _Counted.made += 1
+        if _Counted.made > MOST_MESSAGES:
+            raise TooMany
+
+
+@cache
+def _raw_twin(kind: type) -> tuple[type[msgspec.Struct], dict[str, Any]]:
+    """``kind`` with its lists and objects left raw, and the types of those."""
+    hints = get_type_hints(kind, include_extras=True)
+    containers, fields = {}, []
+    for field in msgspec.structs.fields(kind):
+        hint = hints[field.name]
+        held = _is_container(hint)
+        if held:
+            containers[field.name] = hint
+        shape = msgspec.Raw if held else hint
+        fields.append((field.name, shape) if field.required else (field.name, shape, field.default))
+    config = kind.__struct_config__  # type: ignore[attr-defined]
+    return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=config.forbid_unknown_fields), containers
+
+
+def _is_container(hint: Any) -> bool:
+    """Whether values of a type are built from arbitrarily many: lists and dictionaries, alone or in a union."""
+    return get_origin(hint) in (list, dict) or any(_is_container(part) for part in get_args(hint))
 
 
 def _check_type(request: Request) -> None:

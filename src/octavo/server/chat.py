@@ -12,6 +12,7 @@ from octavo.server.context import Context
 from octavo.server.errors import invalid
 from octavo.server.fields import check_messages, check_room, check_tools, check_unserved, free_json, sampling, template_options
 from octavo.server.generation import Job, encode, respond
+from octavo.server.merge import while_connected
 from octavo.server.prompts import tokenize
 from octavo.server.schema import ChatRequest, Json
 
@@ -19,7 +20,7 @@ from octavo.server.schema import ChatRequest, Json
 async def chat_completions(context: Context, http: Request) -> Response:
     """Answer a conversation. Raises: ApiError, OctavoError, Disconnected."""
     request = await read_json(http, ChatRequest, context.settings)
-    job, lead = await prepare(context, request, http)
+    job, lead = await while_connected(http.receive, prepare(context, request, http))
     return await respond(http, job, ChatFormat(job, request, lead))
 
 

@@ -16,14 +16,15 @@ from octavo.server.context import Context
 from octavo.server.errors import invalid
 from octavo.server.fields import check_room, check_unserved, sampling
 from octavo.server.generation import Job, encode, respond
+from octavo.server.merge import while_connected
 from octavo.server.prompts import each, parse_prompts, tokenize
-from octavo.server.schema import CompletionRequest
+from octavo.server.schema import DEFAULT_MAX_TOKENS, CompletionRequest
 
 
 async def completions(context: Context, http: Request) -> Response:
     """Complete prompts. Raises: ApiError, OctavoError, Disconnected."""
     request = await read_json(http, CompletionRequest, context.settings)
-    job = await prepare(context, request, http)
+    job = await while_connected(http.receive, prepare(context, request, http))
     return await respond(http, job, CompletionFormat(job, request))
 
 
@@ -34,14 +35,16 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     answer_id = context.new_id("cmpl", request.request_id, http)
     tenant = context.tenant(request.user, http)
     check_unserved(request, CompletionRequest)
-    prompt_only = request.max_tokens == 0
+    asked = None if request.max_tokens is UNSET else request.max_tokens  # unset: so many, or what the context leaves
+    usual = DEFAULT_MAX_TOKENS if request.max_tokens is UNSET else asked
+    prompt_only = asked == 0
     if prompt_only and not request.echo:
         raise invalid("max_tokens is 0: that needs echo, and gives the prompt back", "max_tokens")
     scores = request.prompt_logprobs
     if request.echo and scores is None:
         scores = request.logprobs
     params = sampling(
-        request, llm.defaults, settings, llm.vocab_size, max_tokens=1 if prompt_only else request.max_tokens, logprobs=request.logprobs,
+        request, llm.defaults, settings, llm.vocab_size, max_tokens=1 if prompt_only else usual, logprobs=request.logprobs,
         prompt_logprobs=scores,
     )
     llm.inputs.check(params)
@@ -52,11 +55,11 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
         raise invalid(f"{len(given)} prompts with n={params.n} ask for {count} answers; at most {settings.max_choices} are given", "n")
     if not prompt_only or scores is not None:
         llm.check_room(len(given) if prompt_only else count)
-    room = llm.max_model_len - (1 if prompt_only else request.max_tokens or 1)
+    room = max(1, llm.max_model_len - (usual or 1))
     special = request.add_special_tokens is not False
-    prompts = await each(given, lambda prompt: tokenize(llm, prompt, request, room, special=special, settings=settings))
+    prompts = await each(given, lambda prompt, field: tokenize(llm, prompt, request, room, special=special, settings=settings, field=field))
     for prompt in prompts:
-        check_room(len(prompt.ids), request.max_tokens, llm.max_model_len)
+        check_room(len(prompt.ids), asked, llm.max_model_len)
     n = params.n
     if prompt_only:  # one run scores the prompt for all n
         params = msgspec.structs.replace(params, n=1, logprobs=None)

@@ -1,14 +1,14 @@
 """What a request may ask for: fields that are known and not served, limits, and the SamplingParams that come out."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import msgspec
 from msgspec import Raw
 
 from octavo.core.sampling import SamplingParams
 from octavo.errors import ContextTooLong, InvalidRequest
-from octavo.server.body import decode, first_byte, shown
+from octavo.server.body import MOST_MESSAGES, TooMany, count_marks, decode, first_byte, outside_strings, shown
 from octavo.server.errors import ApiError, invalid, unserved
 from octavo.server.schema import NOT_SERVED, ROLES, ChatRequest, CompletionRequest, Generation, Json, Message, Part, TokenizeRequest
 from octavo.server.settings import ServerSettings
@@ -19,7 +19,21 @@ SAMPLING = (  # fields that are SamplingParams' own; None leaves the model's def
 )
 INT_LIMIT = 2**31  # whole numbers beyond it mean nothing anywhere and may not fit where they go
 _MOST_SMALL = 1000  # bytes: a harmless value of an unserved field is shorter
-_MOST_PARTS = 65_536  # of one message
+_MOST_PARTS = 16_384  # of all messages of a request; each is looked at in Python
+MOST_FREE_BYTES = 2**20  # of tools, of documents, of chat_template_kwargs, of all messages' tool_calls
+MOST_FREE_VALUES = 50_000  # in each of them: they are built on the event loop, copied, and gone through by the template
+
+
+class _Head(msgspec.Struct, gc=False):
+    """The least that a part must have. Decoding ends at the first one too many."""
+
+    type: str
+    made: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _Head.made += 1
+        if _Head.made > _MOST_PARTS:
+            raise TooMany
 
 
 def _unserved_fields(kind: type) -> dict[str, tuple[Any, ...]]:
@@ -52,7 +66,19 @@ def free_json(raw: Raw | None, kind: Any, field: str) -> Any:
     """A raw field as ``kind``, or None where it is absent or null. Raises: ApiError."""
     if raw is None or first_byte(raw) == b"n":
         return None
+    size = memoryview(raw).nbytes
+    if size > MOST_FREE_BYTES:
+        raise invalid(f"{field} has {size} bytes; at most {MOST_FREE_BYTES} are accepted", field)
+    if size > MOST_FREE_VALUES and (found := _count_values(bytes(raw))) > MOST_FREE_VALUES:
+        raise invalid(f"{field} has {found} values; at most {MOST_FREE_VALUES} are accepted", field)
     return decode(raw, kind, field)
+
+
+def _count_values(text: bytes) -> int:
+    """How many values JSON holds, all of them at any depth, give or take the empty containers; an upper bound where that is few."""
+    marks = b",[{"
+    rough = count_marks(text, marks) + 1
+    return rough if rough <= MOST_FREE_VALUES else count_marks(outside_strings(text), marks) + 1
 
 
 def check_tools(request: ChatRequest) -> list[Json] | None:
@@ -121,7 +147,20 @@ def check_messages(messages: Sequence[Message], context: int, *, developer: bool
         raise invalid("messages is empty: at least one is needed", "messages")
     if len(messages) > context:
         raise ContextTooLong(f"messages has {len(messages)} entries; the context holds {context} tokens", "messages")
-    return [_message(message, f"messages[{place}]", developer) for place, message in enumerate(messages)]
+    if len(messages) > MOST_MESSAGES:
+        raise invalid(f"messages has {len(messages)} entries; at most {MOST_MESSAGES} are accepted", "messages")
+    calls = [message.tool_calls for message in messages if message.tool_calls is not None]
+    if (size := sum(memoryview(raw).nbytes for raw in calls)) > MOST_FREE_BYTES:
+        raise invalid(f"the tool_calls of all messages have {size} bytes; at most {MOST_FREE_BYTES} are accepted", "messages")
+    if len(calls) > 1 and size > MOST_FREE_VALUES and (found := _count_values(b",".join(map(bytes, calls)))) > MOST_FREE_VALUES:
+        raise invalid(f"the tool_calls of all messages have {found} values; at most {MOST_FREE_VALUES} are accepted", "messages")
+    parts = 0
+    rendered = []
+    for place, message in enumerate(messages):
+        rendered.append(_message(message, f"messages[{place}]", developer))
+        if isinstance(content := rendered[-1]["content"], list) and (parts := parts + len(content)) > _MOST_PARTS:
+            raise invalid(f"messages have more than {_MOST_PARTS} parts, the last of them in messages[{place}]", f"messages[{place}].content")
+    return rendered
 
 
 def _message(message: Message, where: str, developer: bool) -> Json:
@@ -152,8 +191,12 @@ def _content(raw: Raw | None, where: str) -> Any:
     first = first_byte(raw)
     if first == b'"':
         return decode(raw, str, where)
-    if first == b"[" and bytes(raw).count(b"{") > _MOST_PARTS and len(decode(raw, list[Raw], where)) > _MOST_PARTS:
-        raise invalid(f"{where} has more than {_MOST_PARTS} parts", where)
+    if first == b"[" and count_marks(bytes(raw), b"{") > _MOST_PARTS:
+        _Head.made = 0
+        try:
+            decode(raw, list[_Head], where)
+        except TooMany:
+            raise invalid(f"{where} has more than {_MOST_PARTS} parts; at most so many are accepted", where) from None
     parts = decode(raw, list[Part] | None, where) if first in (b"[", b"n") else decode(raw, str | list[Part] | None, where)
     if parts is None:
         return None

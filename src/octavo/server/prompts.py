@@ -2,16 +2,20 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 
 from octavo.engine.inputs import Prompt
 from octavo.errors import ContextTooLong, RequestError
-from octavo.server.body import decode
+from octavo.server.body import count_marks, decode, outside_strings, unescaped
 from octavo.server.errors import ApiError, invalid
 from octavo.server.schema import Generation
 from octavo.server.settings import ServerSettings
+
+_SMALL = 2**16  # bytes: what a list of prompts of this size may hold is soon decoded
+_MOST_IDS = 2**20  # of all prompts of a request that are lists of token ids
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncLLM
@@ -27,22 +31,39 @@ def parse_prompts(raw: Raw, context: int, settings: ServerSettings) -> list[str 
         return [decode(raw, str, "prompt")]
     if text[:1] != b"[":
         raise invalid("prompt must be text, a list of texts, token ids or a list of token ids", "prompt")
-    second = text[1:65].lstrip()[:1]
+    second = text[1:65].lstrip()[:1] or text[1:].lstrip()[:1]
     if second == b"]":
         raise invalid("prompt is an empty list", "prompt")
     if second in b"0123456789-":
-        if (commas := text.count(b",")) >= context and b"[" not in text[1:] and b'"' not in text:
+        ends = [at for mark in (b"[", b'"', b"{") if (at := text.find(mark, 1)) > 0]  # what follows is no token id and is not decoded
+        if (commas := count_marks(text[: min(ends, default=len(text))], b",")) >= context:
             raise _too_long(commas + 1, context)
         return [decode(raw, list[int], "prompt")]
-    if second == b"[" and b'"' not in text and text.count(b"[") - 1 > settings.max_choices:
-        raise _too_many(text.count(b"[") - 1, settings)
+    _measure(text, context, settings)
     found: list[str | list[int]] = decode(raw, list[str | list[int]], "prompt")
     if len(found) > settings.max_choices:
         raise _too_many(len(found), settings)
     for place, prompt in enumerate(found):
         if not prompt:
-            raise invalid(f"prompt[{place}] is empty: at least one token is needed", "prompt")
+            raise invalid(f"prompt[{place}] is empty: at least one token is needed", f"prompt[{place}]")
     return found
+
+
+def _measure(text: bytes, context: int, settings: ServerSettings) -> None:
+    """Refuse a list of prompts with too many of them, or too many token ids in all, before it is decoded. Raises: ApiError."""
+    most = max(_MOST_IDS, context)
+    if len(text) <= _SMALL:
+        return
+    texts = count_marks(unescaped(text), b'"') // 2 if b'"' in text else 0
+    if texts <= settings.max_choices:
+        outside = outside_strings(text) if texts else text
+        lists = count_marks(outside, b"[") - 1
+        if texts + lists <= settings.max_choices:
+            if lists and (ids := count_marks(outside, b",") + 1) > most:
+                raise invalid(f"the prompts have {ids} token ids in all; at most {most} are accepted in one request", "prompt")
+            return
+        texts += lists
+    raise _too_many(texts, settings)
 
 
 async def encode(llm: "AsyncLLM", text: str, field: str, *, special: bool, settings: ServerSettings) -> list[int]:
@@ -50,7 +71,7 @@ async def encode(llm: "AsyncLLM", text: str, field: str, *, special: bool, setti
     size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     if size > settings.max_tokenize_bytes:
         raise invalid(f"{field} has {size} bytes; texts of at most {settings.max_tokenize_bytes} are tokenized beyond the context", field)
-    return await asyncio.to_thread(llm.inputs.encode, text, field, add_special_tokens=special)
+    return await llm.in_thread(partial(llm.inputs.encode, text, field, add_special_tokens=special))
 
 
 async def tokenize(
@@ -60,6 +81,8 @@ async def tokenize(
     keep = request.truncate_prompt_tokens
     if keep is None:
         if isinstance(given, list):
+            if len(given) >= llm.max_model_len:  # before each id is looked at
+                raise _too_long(len(given), llm.max_model_len, field)
             return _checked(llm, given, None, field)
         try:
             return await llm.tokenize(given, add_special_tokens=special)
@@ -87,31 +110,39 @@ def _checked(llm: "AsyncLLM", ids: list[int], text: str | None, field: str) -> P
         raise type(error)(error.message.replace("prompt_token_ids", field), field) from None
 
 
-async def each(prompts: Sequence[Any], work: Callable[[Any], Awaitable[Prompt]]) -> list[Prompt]:
-    """Tokenize all prompts; an error says which of several is meant."""
+async def each(prompts: Sequence[Any], work: Callable[[Any, str], Awaitable[Prompt]]) -> list[Prompt]:
+    """Tokenize all prompts; ``work`` gets each and its field's name, so that an error says which of several is meant."""
 
     async def one(place: int) -> Prompt:
+        field = f"prompt[{place}]"
         try:
-            return await work(prompts[place])
+            return await work(prompts[place], field)
         except RequestError as error:
-            if len(prompts) == 1:
-                raise
-            raise type(error)(f"prompt[{place}]: {error.message}", error.param) from None
+            message = error.message if error.message.startswith(field) else f"{field}: {error.message}"
+            raise type(error)(message, error.param) from None
 
     if len(prompts) == 1:
-        return [await one(0)]
-    tasks = [asyncio.ensure_future(one(place)) for place in range(len(prompts))]
+        return [await work(prompts[0], "prompt")]
+    tasks = {place: asyncio.ensure_future(one(place)) for place, prompt in enumerate(prompts) if isinstance(prompt, str)}
+    found: list[Prompt] = []
     try:
-        return list(await asyncio.gather(*tasks))
+        for place in range(len(prompts)):
+            if (task := tasks.get(place)) is None:
+                found.append(await one(place))
+                await asyncio.sleep(0)  # token ids are checked here and now: others have a turn between
+            else:
+                found.append(await task)
     finally:
-        for task in tasks:
+        for task in tasks.values():
             task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    return found
 
 
-def _too_long(length: int, context: int) -> ContextTooLong:
+def _too_long(length: int, context: int, field: str = "prompt") -> ContextTooLong:
     return ContextTooLong(
         f"the prompt has {length} tokens; the context holds {context}, prompt and output together, "
-        f"so a prompt may have at most {context - 1}", "prompt",
+        f"so a prompt may have at most {context - 1}", field,
     )
 
 

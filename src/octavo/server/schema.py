@@ -7,9 +7,10 @@ document; SamplingParams and fields.py check them, with messages that say the nu
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 Json = dict[str, Any]
+DEFAULT_MAX_TOKENS = 16  # of a completion, as the API has it; less where the context leaves less
 
 
 def bounded(low: float | None = None, high: float | None = None, **more: Any) -> Meta:
@@ -120,7 +121,7 @@ class CompletionRequest(Generation):
     """POST /v1/completions."""
 
     prompt: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
-    max_tokens: Annotated[int | None, bounded(0, 2**31 - 1)] = 16
+    max_tokens: Annotated[int | UnsetType | None, bounded(0, 2**31 - 1, default=DEFAULT_MAX_TOKENS)] = UNSET
     logprobs: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
     suffix: unserved("") = None  # type: ignore[valid-type]
     prompt_embeds: Unserved = None  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """The small routes: models, tokenize, detokenize, health, version, load, metrics."""
 
-import asyncio
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -12,8 +12,11 @@ from octavo.server.body import read_json
 from octavo.server.context import Context
 from octavo.server.errors import invalid
 from octavo.server.fields import check_messages, free_json, template_options
+from octavo.server.merge import while_connected
 from octavo.server.prompts import encode
 from octavo.server.schema import DetokenizeRequest, Json, TokenizeRequest
+
+_TIMES_THE_CONTEXT = 4  # token ids of one /detokenize
 
 
 def reply(body: msgspec.Struct, status: int = 200) -> Response:
@@ -38,22 +41,29 @@ def _card(context: Context, name: str) -> ModelCard:
 
 
 async def tokenize(context: Context, http: Request) -> Response:
-    """POST /tokenize: token ids of a prompt, or of messages as the chat template renders them."""
+    """POST /tokenize: token ids of a prompt, or of messages as the chat template renders them. Counts as one that waits, like a completion."""
     request = await read_json(http, TokenizeRequest, context.settings)
+    return reply(await while_connected(http.receive, _tokenized(context, request)))
+
+
+async def _tokenized(context: Context, request: TokenizeRequest) -> TokenizeResponse:
     llm = context.llm
     context.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     special = request.add_special_tokens
     tools, options = free_json(request.tools, list[Json], "tools"), template_options(request)  # checked with a prompt too
+    llm.check_room()
     if request.messages is not None:
         messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
         text = await llm.render(messages, tools=tools, **options)
         ids = await encode(llm, text, "messages", special=bool(special), settings=context.settings)
     else:
         ids = await encode(llm, request.prompt or "", "prompt", special=special is not False, settings=context.settings)
-    strings = [llm.tokenizer.id_to_token(token) or "" for token in ids] if request.return_token_strs else None
-    return reply(TokenizeResponse(len(ids), llm.max_model_len, ids, strings))
+    strings = None
+    if request.return_token_strs:
+        strings = await llm.in_thread(lambda: [llm.tokenizer.id_to_token(token) or "" for token in ids])
+    return TokenizeResponse(len(ids), llm.max_model_len, ids, strings)
 
 
 async def detokenize(context: Context, http: Request) -> Response:
@@ -63,10 +73,15 @@ async def detokenize(context: Context, http: Request) -> Response:
     context.check_model(request.model)
     if llm.tokenizer is None:
         raise InvalidRequest("this model came without a tokenizer", "tokens")
-    for place, token in enumerate(request.tokens):
-        if not 0 <= token < llm.vocab_size:
-            raise invalid(f"tokens[{place}] is {str(token)[:40]}; the vocabulary has the ids 0 to {llm.vocab_size - 1}", "tokens")
-    return reply(DetokenizeResponse(await asyncio.to_thread(llm.tokenizer.decode, request.tokens, skip_special_tokens=False)))
+    tokens, most = request.tokens, _TIMES_THE_CONTEXT * llm.max_model_len
+    if len(tokens) > most:
+        raise invalid(f"tokens has {len(tokens)} entries; at most {most} are accepted, {_TIMES_THE_CONTEXT} times the context", "tokens")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < llm.vocab_size:
+        place = next(place for place, token in enumerate(tokens) if not 0 <= token < llm.vocab_size)
+        raise invalid(f"tokens[{place}] is {str(tokens[place])[:40]}; the vocabulary has the ids 0 to {llm.vocab_size - 1}", "tokens")
+    llm.check_room()
+    work = llm.in_thread(partial(llm.tokenizer.decode, tokens, skip_special_tokens=False))
+    return reply(DetokenizeResponse(await while_connected(http.receive, work)))
 
 
 async def health(context: Context, http: Request) -> Response:

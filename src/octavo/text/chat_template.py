@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from octavo.text.tokenizer import Tokenizer
 
 RENDER_SECONDS = 10.0  # a hostile template's time; real ones take about a millisecond
+_ATOMS = frozenset({str, int, float, bool, type(None)})
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _END_MARK = "\ue0ffEND-OF-CONTINUED-MESSAGE\ue0ff "  # its space shows whether the template trims messages
 
@@ -245,9 +246,20 @@ def _texts(value: Any) -> Iterator[str]:
 def _copy(value: Any, where: str) -> Any:
     """A copy that a template may change. Raises: InvalidRequest for what is no plain data."""
     try:
-        return copy.deepcopy(value)
+        return _copied(value)
     except Exception as error:  # generators, locks, absurd nesting: any object may refuse, in its own way
         raise InvalidRequest(f"{where} must be plain data: {type(error).__name__}: {error}", where) from error
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    if kind is list:
+        return [_copied(each) for each in value]
+    return copy.deepcopy(value)  # whatever else callers in Python have; six times slower, and it knows cycles
 
 
 def _content(content: Any, where: str, wants_parts: bool) -> Any:
