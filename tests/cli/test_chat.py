@@ -90,7 +90,7 @@ def test_a_conversation_with_a_server(octavo: Octavo) -> None:
 def test_a_refused_turn_is_taken_back_and_the_conversation_goes_on(octavo: Octavo) -> None:
     with openai_like({"error": {"message": "too many tokens"}}, status=400) as (url, asked):
         done = octavo("chat", "--url", url, "--model", "m", stdin="one\ntwo\n")
-    assert done.returncode == 0 and done.stderr.count("answered 400: too many tokens") == 2
+    assert done.returncode == 1 and done.stderr.count("answered 400: too many tokens") == 2
     assert [len(body["messages"]) for _, _, body in asked] == [1, 1]
 
 
@@ -145,3 +145,8 @@ def test_a_server_of_our_own_answers_as_the_model_here_does(octavo: Octavo, tiny
         assert server.request("GET", "/metrics")[0] == 401 and server.request("GET", "/metrics", key="k2")[0] == 200
         assert server.request("GET", "/health")[0] == 200
         assert "hello" not in server.log()  # prompts are not logged
+
+
+def test_a_key_that_no_header_can_carry() -> None:
+    with pytest.raises(ConfigError, match="no HTTP header can carry"):
+        Remote("http://127.0.0.1:1", "a\nb", "m")

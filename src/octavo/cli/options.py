@@ -22,7 +22,7 @@ Revision = Annotated[str | None, typer.Option(help="Hub revision: branch, tag or
 Dtype = Annotated[str | None, typer.Option(help="auto (bfloat16), bfloat16 or float32.", rich_help_panel=ENGINE)]
 KvBytes = Annotated[int | None, typer.Option("--kv-cache-memory-bytes", help="Bytes of the KV pool.", rich_help_panel=ENGINE)]
 
-Table = dict[str, tuple[Any, str, tuple[str, ...]]]  # name → type, help, declarations other than --its-name
+Table = dict[str, tuple[Any, str, tuple[str, ...]]]  # name → type, help (none: left out of it), declarations other than --its-name
 
 ENGINE_OPTIONS: Table = {
     "dtype": (str, "auto (bfloat16), bfloat16 or float32.", ()),
@@ -46,7 +46,7 @@ ENGINE_OPTIONS: Table = {
     "block_size": (int, "Tokens in a KV block: 16.", ()),
     "kv_cache_dtype": (str, "auto: the compute dtype.", ()),
     "quantization": (str, "Not served yet; GGUF types are dequantized at load.", ()),
-    "enable_prefix_caching": (bool, "Not served yet.", ("--enable-prefix-caching/--no-enable-prefix-caching",)),
+    "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),
 }
 
 SAMPLING_OPTIONS: Table = {
@@ -116,9 +116,9 @@ def _extend(table: Table, gathered: str, panel: str, prefix: str = "") -> Callab
             command(**given, **{gathered: {name: value for name, value in found.items() if value is not None}})
 
         own = [each for each in inspect.signature(command).parameters.values() if each.name != gathered]
-        more = [
+        more = [  # without metavar: a column of types would cut the options' names on a terminal of 80 columns
             inspect.Parameter(prefix + name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
-                kind | None, typer.Option(*(names or (f"--{name.replace('_', '-')}",)), help=text, hidden=not text, rich_help_panel=panel)])
+                kind | None, typer.Option(*(names or (f"--{name.replace('_', '-')}",)), help=text, hidden=not text, metavar="", rich_help_panel=panel)])
             for name, (kind, text, names) in table.items()
         ]
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *more)]

@@ -18,8 +18,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine's.", rich_help_panel=SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
     uds: Annotated[str | None, typer.Option(help="Listen on this Unix socket instead.", rich_help_panel=SERVER)] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send: KEY, or NAME=KEY for its tenant's name; repeat for several. Without it, "
-                                                           "OCTAVO_API_KEY holds one. Space around a key is no part of it.",
+    api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send: KEY, or NAME=KEY for its tenant's name; repeat for several. "
+                                                           "Without it, OCTAVO_API_KEY holds one. Space around a key is no part of it.",
                                                       rich_help_panel=SERVER)] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name that requests call the model by; repeat for several (default: MODEL).",
                                                                 rich_help_panel=SERVER)] = None,

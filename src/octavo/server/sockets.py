@@ -48,7 +48,10 @@ def address_of(sock: socket.socket) -> str:
 
 
 def remove_files() -> None:
-    """Remove this process' socket files, unless another server has put its own there. Call it while the sockets are open: the inode is theirs then."""
+    """Remove this process' socket files, unless another server has put its own there.
+
+    To be called while the sockets are open: an inode may be given again afterwards.
+    """
     while _made:
         path, made = _made.popitem()
         with suppress(OSError):
