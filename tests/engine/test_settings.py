@@ -12,7 +12,7 @@ def test_defaults() -> None:
     assert (config.model.model, config.model.dtype, config.model.max_model_len, config.model.generation_config) == ("m", "auto", None, True)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.scheduler.policy) == (256, 512, "fcfs")
     kv = config.kv
-    assert (kv.block_size, kv.num_kv_blocks, kv.kv_cache_memory_bytes, kv.enable_prefix_caching) == (16, None, None, False)
+    assert (kv.block_size, kv.num_kv_blocks, kv.kv_cache_memory_bytes, kv.enable_prefix_caching) == (16, None, None, True)
     assert (config.runner.backend, config.runner.num_threads, config.runner.max_logprobs, config.runner.seed) == ("native", None, 20, 0)
     assert make_config(Path("a") / "b").model.model == "a/b"
 
@@ -36,7 +36,7 @@ def test_impossible_values_are_named(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("quantization", "awq"), ("enable_prefix_caching", True), ("block_size", 32), ("dtype", "float16"), ("kv_cache_dtype", "fp8"),
+    ("quantization", "awq"), ("block_size", 32), ("dtype", "float16"), ("kv_cache_dtype", "fp8"),
 ])
 def test_known_things_that_are_not_served(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedError, match=name) as caught:

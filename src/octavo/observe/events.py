@@ -13,7 +13,8 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):
-    """A request lost its blocks to another and waits again; ``tokens_lost`` must be computed anew."""
+    """A request lost its blocks to another and waits again; ``tokens_lost`` must be computed anew, unless they are still
+    cached when it is resumed (``Admitted.cached_tokens``)."""
 
     request_id: str
     cause: str  # who needed the blocks and how many, in words

@@ -15,8 +15,8 @@ alone it always finds its blocks, because ``_limit`` keeps a request within the 
 on, finishes, and makes the next one first. (A waiting request that ranks before all running ones is admitted next:
 nobody passes the head of the queue.) There are few preemptions, too: one happens only when a request needs a block
 for a newly sampled token, a resumed request gets the blocks of its whole context at once, and output tokens are kept.
-So each block boundary of each request costs one preemption at most: in all, no more than the blocks that all
-requests would take side by side.
+So each block boundary of each request costs one preemption that frees a block, at most: in all, no more than the blocks
+that all requests would take side by side. (A victim that shares all of its blocks frees none; another follows.)
 """
 
 from collections.abc import Callable, Sequence
@@ -46,6 +46,8 @@ class Counters:
     tokens_sampled: int = 0  # output tokens committed
     preemptions: int = 0
     tokens_lost: int = 0  # computed tokens that preemptions threw away
+    cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, each once: not again after a preemption
+    cache_hits: int = 0  # of them: found
 
 
 class _Part(msgspec.Struct, frozen=True, gc=False):
@@ -92,6 +94,7 @@ class Scheduler:
         self._freed: list[int] = []  # given up since the last plan
         self._events: list[Event] = []  # since the last plan, or the last take_events
         self._in_flight: dict[int, list[Request]] = {}  # plan number → whose items it has, in order
+        self._sealed: dict[int, list[bytes]] = {}  # plan number → keys of the blocks that it completes, where there are any
         self._arrivals = 0
         self._turn = 0  # rises with each item of each plan
         self._longest = min(config.max_model_len, kv.capacity + 1)  # tokens that any request may have
@@ -126,6 +129,7 @@ class Scheduler:
             raise InvalidRequest(f"max_total is {request.max_total}, the prompt alone has {length} tokens: no token may follow", "max_tokens")
         self._arrivals += 1
         request.order = self._arrivals
+        request.block_keys = self.kv.root(request.cache_salt, request.adapter)
         self._requests[request.id] = request
         self.waiting.push(request)
 
@@ -148,8 +152,17 @@ class Scheduler:
         """
         chosen: dict[Request, _Part] = {}
         budget = self._serve_running(self._now(now), chosen)
-        self._admit_waiting(budget, chosen)
-        return self._build(chosen) if chosen else None
+        keys: list[bytes] = []
+        if self.kv.prefix_caching:  # only now: no preemption can undo a part any more
+            for request, part in chosen.items():
+                keys += self._seal(request, request.num_computed + part.take)
+        self._admit_waiting(budget, chosen, keys)
+        return self._build(chosen, keys) if chosen else None
+
+    def _seal(self, request: Request, end: int) -> list[bytes]:
+        """Let others find what is computed once this step has run, as far as its tokens are known. Returns the new keys."""
+        known = len(request.tokens)  # tokens in flight, and drafts, come later
+        return self.kv.seal(request.id, request.tokens, end if end < known else known)
 
     def _now(self, now: float) -> int:
         limit = self.config.max_num_batched_tokens
@@ -181,7 +194,7 @@ class Scheduler:
                 victim = self.policy.victim(self.running)
                 gone = chosen.pop(victim, None)
                 budget += gone.take if gone else 0
-                self._preempt(victim, request, max(used, reserve))
+                self._preempt(victim, self._shortage(request, max(used, reserve)))
                 if victim is request:
                     break
             if new_blocks is not None:
@@ -189,7 +202,7 @@ class Scheduler:
                 budget -= take
         return budget
 
-    def _admit_waiting(self, budget: int, chosen: dict[Request, _Part]) -> None:
+    def _admit_waiting(self, budget: int, chosen: dict[Request, _Part], keys: list[bytes]) -> None:
         """Start or resume requests, in policy order, with the budget that is left. Nobody passes one that must wait.
 
         The blocks of the whole known context are taken at once, and one more must be there (unless the request can
@@ -201,9 +214,9 @@ class Scheduler:
                 return
             length, most = len(request.tokens), self._limit(request) - 1
             scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
-            match = self.kv.match(request.tokens) if scored else NO_MATCH  # what must be scored must be computed
+            match = self.kv.match(request.tokens, request.block_keys) if scored else NO_MATCH  # what must be scored must be computed
             room = max(min(length + self.kv.block_size, most), min(length + self._lookahead, most))
-            table = self.kv.admit(request.id, match, min(length + self._lookahead, most), room)
+            table = self.kv.admit(request.id, match, min(length + self._lookahead, most), room, request.block_keys)
             if table is None:
                 return
             self.waiting.remove(request)
@@ -214,20 +227,28 @@ class Scheduler:
             request.known = length
             if request.preemptions == 0:
                 request.num_cached = match.num_tokens
+                if scored and request.block_keys is not None:
+                    self.counters.cache_queries += length
+                    self.counters.cache_hits += match.num_tokens
             take = min(length - match.num_tokens, budget)
             self.kv.grow(request.id, match.num_tokens + take)
+            keys += self._seal(request, match.num_tokens + take)  # the next one admitted may use it
             chosen[request] = _Part(take, table, True)
             budget -= take
             self._events.append(Admitted(request.id, request.slot, match.num_tokens, request.preemptions > 0))
 
-    def _preempt(self, victim: Request, needy: Request, tokens: int) -> None:
-        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew.
+    def _shortage(self, needy: Request, tokens: int) -> str:
+        """Why somebody has to give way, in words."""
+        pool = self.kv.pool
+        return f"{needy.id} needed {self.kv.blocks_for(tokens)} blocks for {tokens} tokens, {pool.num_available} of {pool.num_blocks} were free"
+
+    def _preempt(self, victim: Request, cause: str) -> None:
+        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew what the
+        cache has not kept by then.
 
         Output tokens are kept. Rank and arrival order stay, so it is resumed before whoever came later.
         """
-        free = self.kv.pool.num_free
         freed = self._leave_slot(victim)
-        cause = f"{needy.id} needed {self.kv.blocks_for(tokens)} blocks for {tokens} tokens, {free} of {self.kv.pool.num_blocks} were free"
         self._events.append(Preempted(victim.id, cause, victim.num_computed, freed))
         self.counters.preemptions += 1
         self.counters.tokens_lost += victim.num_computed
@@ -237,7 +258,7 @@ class Scheduler:
         self.waiting.push(victim)
 
     def _leave_slot(self, request: Request) -> int:
-        """Give up slot and blocks, and make every result in flight stale. Returns the blocks that became free."""
+        """Give up slot and blocks, and make every result in flight stale. Returns the blocks that nobody uses any more."""
         self.running.remove(request)
         self._slots.append(request.slot)
         self._freed.append(request.slot)
@@ -246,7 +267,7 @@ class Scheduler:
         request.ahead = 0
         return self.kv.release(request.id)
 
-    def _build(self, chosen: dict[Request, _Part]) -> StepPlan:
+    def _build(self, chosen: dict[Request, _Part], keys: list[bytes]) -> StepPlan:
         """Turn the choice into a plan, and advance the requests as if it were computed."""
         number = self.counters.steps = self.counters.steps + 1
         items, charge, total = [], self.policy.charge, 0
@@ -270,6 +291,8 @@ class Scheduler:
         self.counters.tokens_planned += total
         freed, self._freed = self._freed, []
         self._in_flight[number] = list(chosen)
+        if keys:
+            self._sealed[number] = keys
         return StepPlan(number, items, freed, self.take_events())
 
     # -- results -------------------------------------------------------------------------------------------------
@@ -282,6 +305,7 @@ class Scheduler:
         Raises: WorkerDied when the result does not answer the plan (nothing is changed then).
         """
         _compare(plan, result)
+        self._sealed.pop(plan.number, None)
         deltas = []
         for request, item, found in zip(self._in_flight.pop(plan.number), plan.items, result.slots, strict=True):
             if request.epoch != item.epoch:
@@ -320,12 +344,17 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:
         """End every request that has a part in a plan which could not be executed. Returns their last deltas.
 
-        It is not known how far the plan got, so its ``freed`` slots are named again in the next one.
+        It is not known how far the plan got, so its ``freed`` slots are named again in the next one. What it was to compute is in
+        no cache, nor what plans in flight after it built on that: requests of theirs that hold such blocks start anew.
         """
+        lost = self.kv.forget([key for number in list(self._sealed) for key in self._sealed.pop(number)])
         deltas = []
         for request, item in zip(self._in_flight.pop(plan.number), plan.items, strict=True):
             if request.epoch == item.epoch:
                 deltas.append(self._end(request, Delta(request.id, finish_reason="error", error=message, num_cached=request.num_cached)))
+        for request in list(self.running) if lost else ():
+            if not lost.isdisjoint(self.kv.table(request.id)):
+                self._preempt(request, f"step {plan.number} failed, which was to compute what {request.id} shares")
         taken = {request.slot for request in self.running}
         self._freed.extend(slot for slot in plan.freed if slot not in self._freed and slot not in taken)
         return deltas
