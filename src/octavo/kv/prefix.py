@@ -51,6 +51,7 @@ class PrefixIndex:
         size = self._size
         while len(keys) <= number:
             end = len(keys) * size
+            assert end <= len(tokens), f"a block up to token {end} of {len(tokens)} has no key yet"
             keys.append(block_key(keys[-1], tokens[end - size : end]))
         return keys[number]
 
