@@ -578,3 +578,19 @@ def test_cached_prefixes_change_no_bit(folder: str, backend: str, length: int) -
             ledger = on.kv_ledger
             assert (ledger.live, ledger.shared, ledger.utilization) == (0, 0, 1) and ledger.cached > 0 and ledger.cached + ledger.free == 64
         assert off.prefix_cache_stats == (0, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 30, 33])
+def test_samples_of_one_prompt_are_what_they_are_alone(folder: str, backend: str, caching: bool, length: int) -> None:
+    prompt = [(5 * i) % 200 + 3 for i in range(length)]
+    params = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=18, ignore_eos=True, presence_penalty=0.4, logprobs=1)
+    with make(folder, backend, enable_prefix_caching=caching, max_num_seqs=4) as shared, \
+            make(folder, backend, enable_prefix_caching=False, max_num_seqs=1) as apart:
+        (one,), (other,) = (run(llm, [prompt], params) for llm in (shared, apart))
+        assert [s.token_ids for s in one.outputs] == [s.token_ids for s in other.outputs] and len({tuple(s.token_ids) for s in one.outputs}) == 3
+        if backend == "native":
+            assert [s.logprobs for s in one.outputs] == [s.logprobs for s in other.outputs]
+        counters = shared._running().core.counters
+        assert counters.tokens_planned == length + 17 + 2 * 18

@@ -171,6 +171,40 @@ def test_reset_forgets_everything_and_takes_nothing_from_anybody() -> None:
     assert kv.ledger().free == 8
 
 
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("tokens", "shared", "copied"), [(1, 0, 1), (3, 0, 1), (4, 1, 0), (5, 1, 1), (8, 2, 0), (10, 2, 1)])
+def test_a_fork_shares_full_blocks_and_names_the_one_to_be_copied(caching: bool, tokens: int, shared: int, copied: int) -> None:
+    kv, text = KvManager(9, 4, prefix_caching=caching), list(range(20))
+    filled(kv, "a", text[:10])
+    before = kv.table("a")
+    fork = kv.fork("a", tokens)
+    assert fork == Match(tokens, before[:shared], before[shared] if copied else None)
+    own = [*text[:tokens], *[90] * 20]
+    table = kv.admit("b", fork, tokens + 1, keys=kv.root("", ""))
+    assert table is not None and table[:shared] == before[:shared] and set(table[shared:]).isdisjoint(before)
+    kv.check()
+    assert (kv.ledger().shared, kv.ledger().logical) == (shared, 3 + shared + 1)
+    assert kv.grow("b", 20) is not None
+    kv.seal("b", own, 20)
+    kv.check()
+    if caching:
+        assert found(kv, text[:10]).num_tokens == 8 and found(kv, own).num_tokens == 20
+    kv.release("a")  # the parent may go first
+    kv.check()
+    kv.release("b")
+    kv.check()
+    assert kv.ledger().live == 0
+
+
+def test_a_fork_is_of_what_is_computed() -> None:
+    kv = KvManager(3, 4)
+    filled(kv, "a", list(range(10)))
+    with pytest.raises(AssertionError, match="a fork of 11 tokens of a, which has 10"):
+        kv.fork("a", 11)
+    assert kv.admit("b", kv.fork("a", 9), 10) is None and kv.holders() == {"a"}  # no block for the copy
+    kv.check()
+
+
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
 def test_tables_cover_exactly_the_blocks_that_the_tokens_take(length: int) -> None:
     kv = KvManager(8)

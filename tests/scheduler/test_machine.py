@@ -84,27 +84,33 @@ class Machine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         kind=st.integers(0, 2),
         salt=st.sampled_from(["", "", "a"]),
+        n=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
         self, length: int, max_tokens: int, min_tokens: int, priority: int, seed: int, eos: set[int], stop: list[int],
-        ignore_eos: bool, prompt_logprobs: int | None, kind: int, salt: str,
+        ignore_eos: bool, prompt_logprobs: int | None, kind: int, salt: str, n: int,
     ) -> None:  # fmt: skip
-        name = f"r{len(self.requests)}"
-        params = SamplingParams(
-            max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos,
-            prompt_logprobs=prompt_logprobs, logprobs=1,
-        )  # fmt: skip
         prompt = [(kind + i * i) % VOCAB for i in range(length)]  # so many begin alike
-        request = Request(name, prompt, params, length + max_tokens, frozenset(eos), seed, priority=priority, cache_salt=salt)
-        self.requests[name] = request
-        if length > self.kv.capacity:
-            with pytest.raises(ContextTooLong, match=f"{length} tokens, the KV pool holds {self.kv.capacity} "):
+        first = f"r{len(self.requests)}"
+        for index in range(n):
+            name = f"r{len(self.requests)}"
+            params = SamplingParams(
+                max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos,
+                prompt_logprobs=None if index else prompt_logprobs, logprobs=1,
+            )  # fmt: skip
+            request = Request(
+                name, prompt, params, length + max_tokens, frozenset(eos), (seed + index) % 2**64, priority=priority, cache_salt=salt,
+                fork_of=first if index else "",
+            )
+            self.requests[name] = request
+            if length > self.kv.capacity:
+                with pytest.raises(ContextTooLong, match=f"{length} tokens, the KV pool holds {self.kv.capacity} "):
+                    self.scheduler.add(request)
+            else:
                 self.scheduler.add(request)
-        else:
-            self.scheduler.add(request)
-            self.live.add(name)
-            self.output[name], self.scored[name] = [], []
-            self.answer[name] = the_answer(request, self.kv.capacity)
+                self.live.add(name)
+                self.output[name], self.scored[name] = [], []
+                self.answer[name] = the_answer(request, self.kv.capacity)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -381,6 +381,88 @@ def test_a_full_cache_holds_nobody_up() -> None:
     assert (ledger.free, ledger.cached) != (6, 0) and scheduler.counters.preemptions == 0
 
 
+# -- n > 1: forks
+
+
+def group(prompt: int, n: int, output: int = 9) -> list[Request]:
+    """The n samples of one prompt."""
+    tokens = list(range(prompt))
+    return [
+        Request(f"g/{i}", tokens, SamplingParams(max_tokens=output), prompt + output, seed=i, fork_of="g/0" if i else "") for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 31, 32, 33, 40])
+def test_a_prompt_is_computed_once_for_all_its_samples(prompt: int, caching: bool) -> None:
+    scheduler, executor = make(tokens=20, caching=caching)
+    for request in group(prompt, 4):
+        scheduler.add(request)
+    assert (scheduler.num_waiting, len(scheduler.waiting)) == (4, 1)
+    plans, news = [], {}
+    while scheduler.has_unfinished:
+        plan, deltas = step(scheduler, executor)
+        assert plan is not None
+        plans.append(plan)
+        for delta in deltas:
+            news.setdefault(delta.request_id, []).extend(delta.tokens)
+    assert [len(tokens) for tokens in news.values()] == [9] * 4 and len({tuple(tokens) for tokens in news.values()}) == 4
+    assert sum(plan.num_tokens for plan in plans) == prompt + 8 + 3 * 9  # each fork computes the prompt's last row with its seed
+    copies = [copy for plan in plans for copy in plan.kv_copies]
+    assert len(copies) == (3 if (prompt - 1) % 16 else 0)
+    lives = [e for plan in plans for e in plan.events if isinstance(e, Admitted)]
+    assert [(e.cached_tokens, e.forked_tokens) for e in lives] == [(0, 0)] + [(0, prompt - 1)] * 3
+
+
+def test_memory_is_reported_as_unique_and_as_logical_blocks() -> None:
+    scheduler, executor = make(tokens=100)
+    for request in group(40, 4):
+        scheduler.add(request)
+    for _ in range(2):
+        step(scheduler, executor)
+    ledger = scheduler.kv.ledger()
+    assert (ledger.live, ledger.logical, ledger.shared) == (2 + 4, 12, 2)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_sample_goes_on_without_the_one_it_would_have_forked(caching: bool) -> None:
+    for steps in range(4):
+        scheduler, executor = make(tokens=20, caching=caching)
+        for request in group(50, 3):
+            scheduler.add(request)
+        for _ in range(steps):
+            step(scheduler, executor)
+        assert scheduler.abort("g/0") is not None
+        scheduler.check()
+        news = drain(scheduler, executor)
+        assert {name: sum(len(d.tokens) for d in deltas) for name, deltas in news.items()} == {"g/1": 9, "g/2": 9}
+
+
+def test_a_parked_sample_can_be_aborted() -> None:
+    scheduler, executor = make(tokens=20)
+    for request in group(50, 3):
+        scheduler.add(request)
+    step(scheduler, executor)
+    assert scheduler.abort("g/1") is not None and scheduler.abort("g/1") is None
+    scheduler.check()
+    assert set(drain(scheduler, executor)) == {"g/0", "g/2"}
+
+
+def test_who_forked_in_flight_of_a_step_that_fails_starts_anew() -> None:
+    scheduler, executor = make(tokens=100)
+    for request in group(40, 2):
+        scheduler.add(request)
+    lost = scheduler.plan()
+    built = scheduler.plan()
+    assert lost is not None and built is not None and len(built.kv_copies) == 1
+    assert [d.request_id for d in scheduler.fail(lost, "no")] == ["g/0"]
+    scheduler.check()
+    assert [e.request_id for e in scheduler.take_events() if isinstance(e, Preempted)] == ["g/1"]
+    assert scheduler.commit(built, answer(built, {0: 5, 1: 5})) == []
+    executor._number = 2
+    assert sum(len(d.tokens) for d in drain(scheduler, executor)["g/1"]) == 9
+
+
 # -- requests that cannot be served
 
 

@@ -55,6 +55,10 @@ BREACHES = {
     "expects tokens \\[1, 2\\], the item says \\[1, 3\\]": StepPlan(2, [msgspec.structs.replace(SECOND, tokens=[1, 3])]),
     "samples exactly when": StepPlan(2, [msgspec.structs.replace(GOOD, sample=False)]),
     "has drafts": StepPlan(2, [msgspec.structs.replace(GOOD, num_draft=1)]),
+    "copies a block out of range": StepPlan(2, [GOOD], kv_copies=[(0, 6)]),
+    "copies to a block twice": StepPlan(2, [GOOD], kv_copies=[(0, 3), (1, 3)]),
+    "or from one that it copies to": StepPlan(2, [GOOD], kv_copies=[(0, 3), (3, 4)]),
+    "position 4 was overwritten, or never": StepPlan(2, [GOOD, PlanItem(1, 0, 6, [1], True, [0, 2], init("b", [*PROMPT, 1]))], kv_copies=[(0, 2)]),
     "scores rows": StepPlan(2, [msgspec.structs.replace(SECOND, score_from=0, score_to=1)]),
 }
 
@@ -75,6 +79,13 @@ def test_blocks_may_be_shared_by_those_whose_sequences_agree() -> None:
     executor, _ = started()
     with pytest.raises(AssertionError, match="cell of position 3 was overwritten"):
         executor.execute(StepPlan(2, [GOOD, msgspec.structs.replace(shares, init=init("b", other))]))
+
+
+def test_a_copied_block_is_written_by_either_and_read_by_both() -> None:
+    executor, _ = started()
+    fork = PlanItem(1, 0, 6, [1], True, [0, 2], init("b", [*PROMPT, 1]))
+    executor.execute(StepPlan(2, [GOOD, fork], kv_copies=[(1, 2)]))
+    assert len(executor.execute(StepPlan(3, [PlanItem(0, 0, 7, [-1], True), PlanItem(1, 0, 7, [-1], True, [3])])).slots) == 2
 
 
 def test_an_item_may_read_what_another_of_its_step_writes() -> None:

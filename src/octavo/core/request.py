@@ -34,6 +34,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokenized params.bad_words
     cache_salt: str = ""  # only requests with the same one find each other's cached blocks
     adapter: str = ""  # likewise: another adapter computes other K and V
+    fork_of: str = ""  # n > 1: the request with the same prompt, whose K and V of it this one takes over
     # moving, written by the Scheduler only
     order: int = 0  # place in arrival order, given by add() and kept through preemptions
     tokens: list[int] = field(default_factory=list)  # prompt + output so far

@@ -49,6 +49,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     items: list[PlanItem]
     freed: list[int] = []
     events: list[Event] = []
+    kv_copies: list[tuple[int, int]] = []  # blocks (from, to), copied before the step writes anything; no block is twice a target
 
     @property
     def num_tokens(self) -> int:

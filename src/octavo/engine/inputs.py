@@ -101,6 +101,7 @@ class Inputs:
                 id=groups.child_id(request_id, index, params.n), prompt=prompt.ids, params=unscored if index else params,
                 max_total=min(room, self.max_model_len), eos_ids=self.eos_ids, seed=groups.child_seed(seed, index), arrival=arrival,
                 priority=priority, bad_words=bad_words, cache_salt=prompt.cache_salt,
+                fork_of=groups.child_id(request_id, 0, params.n) if index else "",
             )
             for index in range(params.n)
         ]

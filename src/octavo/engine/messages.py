@@ -64,7 +64,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
             Request(
                 id=name, prompt=self.prompt, params=self.params if self.rest is None or place == 0 else self.rest, max_total=self.max_total,
                 eos_ids=self.eos_ids, seed=seed, arrival=self.arrival, priority=self.priority, tenant=self.tenant, bad_words=self.bad_words,
-                cache_salt=self.cache_salt,
+                cache_salt=self.cache_salt, fork_of=self.ids[0] if place else "",
             )
             for place, (name, seed) in enumerate(zip(self.ids, self.seeds, strict=True))
         ]

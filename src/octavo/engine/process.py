@@ -197,7 +197,7 @@ class EngineLoop:
         scheduler, counters = self._scheduler, self._core.counters
         ledger = scheduler.kv.ledger()
         return m.EngineStats(
-            len(scheduler.running), len(scheduler.waiting), ledger.total, ledger.free, counters.steps, counters.tokens_planned,
+            len(scheduler.running), scheduler.num_waiting, ledger.total, ledger.free, counters.steps, counters.tokens_planned,
             counters.tokens_sampled, counters.preemptions, counters.tokens_lost, ledger.cached, ledger.shared, ledger.logical, ledger.reserved_slots,
             counters.cache_queries, counters.cache_hits,
         )

@@ -24,10 +24,12 @@ from octavo.kv.prefix import PrefixIndex, root_key
 
 
 class Match(NamedTuple):
-    """The part of a sequence that needs no computing: ``num_tokens`` leading tokens, held by ``blocks`` (full ones)."""
+    """The part of a sequence that needs no computing: ``num_tokens`` leading tokens, held by ``blocks`` (full ones), and the
+    rest of them by ``tail``, which must be copied to the table's next block, because its owner goes on writing to it."""
 
     num_tokens: int
     blocks: list[int]
+    tail: int | None = None
 
 
 NO_MATCH = Match(0, [])
@@ -126,6 +128,17 @@ class KvManager:
         table = [*match.blocks, *taken]
         self._tables[request_id] = _Table(table, match.num_tokens, shared, keys)
         return list(table)
+
+    def fork(self, parent_id: str, num_tokens: int) -> Match:
+        """The first ``num_tokens`` tokens of another request's table, for a request that begins alike to be admitted with.
+
+        They must be computed by the steps before the one that is planned. Unlike ``match`` it needs no cache, finds a block
+        that is only begun, too, and works at any point of the parent's life.
+        """
+        parent = self._tables[parent_id]
+        assert 0 < num_tokens <= parent.used, f"a fork of {num_tokens} tokens of {parent_id}, which has {parent.used}"
+        full, begun = divmod(num_tokens, self.block_size)
+        return Match(num_tokens, parent.blocks[:full], parent.blocks[full] if begun else None)
 
     def grow(self, request_id: str, used: int, reserve: int = 0) -> list[int] | None:
         """Make the table cover ``used`` tokens, and ``reserve`` if that is more. Returns the new blocks, mostly none.

@@ -4,12 +4,13 @@ import msgspec
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A request left the waiting queue. ``resumed``: it had run before."""
+    """A request left the waiting queue. ``resumed``: it had run before. ``forked_tokens`` were taken over from another sample of its prompt."""
 
     request_id: str
     slot: int
     cached_tokens: int
     resumed: bool
+    forked_tokens: int = 0
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):

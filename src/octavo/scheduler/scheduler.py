@@ -29,7 +29,7 @@ from octavo.core.output import Delta
 from octavo.core.request import Request, State
 from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerDied
-from octavo.kv.manager import NO_MATCH, KvManager
+from octavo.kv.manager import NO_MATCH, KvManager, Match
 from octavo.observe.events import Admitted, Event, Finished, Preempted
 from octavo.scheduler.policy import Policy, make_policy
 from octavo.scheduler.queue import WaitingQueue
@@ -95,6 +95,8 @@ class Scheduler:
         self._events: list[Event] = []  # since the last plan, or the last take_events
         self._in_flight: dict[int, list[Request]] = {}  # plan number → whose items it has, in order
         self._sealed: dict[int, list[bytes]] = {}  # plan number → keys of the blocks that it completes, where there are any
+        self._parked: dict[str, list[Request]] = {}  # whose fork → those that wait, outside the queue, for its prompt to be computed
+        self._copies: list[tuple[int, int]] = []  # of blocks, for the plan being made
         self._arrivals = 0
         self._turn = 0  # rises with each item of each plan
         self._longest = min(config.max_model_len, kv.capacity + 1)  # tokens that any request may have
@@ -103,6 +105,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started, or were preempted."""
+        return len(self.waiting) + sum(map(len, self._parked.values()))
 
     def add(self, request: Request) -> None:
         """Put a request into the queue.
@@ -131,7 +138,10 @@ class Scheduler:
         request.order = self._arrivals
         request.block_keys = self.kv.root(request.cache_salt, request.adapter)
         self._requests[request.id] = request
-        self.waiting.push(request)
+        if request.fork_of in self._requests:
+            self._parked.setdefault(request.fork_of, []).append(request)
+        else:
+            self.waiting.push(request)
 
     def abort(self, request_id: str) -> Delta | None:
         """End a request now, wherever it is; its last Delta, or None when it is unknown or has ended already."""
@@ -150,6 +160,9 @@ class Scheduler:
         there, the budget is 0, a predicate says no, or all that is left is in flight. Freed slots and events then wait
         for the next plan.
         """
+        for parent_id in list(self._parked):
+            if (parent := self._requests[parent_id]).num_computed >= parent.num_prompt:
+                self._unpark(parent)
         chosen: dict[Request, _Part] = {}
         budget = self._serve_running(self._now(now), chosen)
         keys: list[bytes] = []
@@ -214,7 +227,8 @@ class Scheduler:
                 return
             length, most = len(request.tokens), self._limit(request) - 1
             scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
-            match = self.kv.match(request.tokens, request.block_keys) if scored else NO_MATCH  # what must be scored must be computed
+            fork = self._fork(request)
+            match = fork or (self.kv.match(request.tokens, request.block_keys) if scored else NO_MATCH)  # what must be scored must be computed
             room = max(min(length + self.kv.block_size, most), min(length + self._lookahead, most))
             table = self.kv.admit(request.id, match, min(length + self._lookahead, most), room, request.block_keys)
             if table is None:
@@ -225,7 +239,9 @@ class Scheduler:
             request.slot = self._slots.pop()
             request.num_computed = match.num_tokens
             request.known = length
-            if request.preemptions == 0:
+            if match.tail is not None:
+                self._copies.append((match.tail, table[len(match.blocks)]))
+            if request.preemptions == 0 and fork is None:
                 request.num_cached = match.num_tokens
                 if scored and request.block_keys is not None:
                     self.counters.cache_queries += length
@@ -235,7 +251,25 @@ class Scheduler:
             keys += self._seal(request, match.num_tokens + take)  # the next one admitted may use it
             chosen[request] = _Part(take, table, True)
             budget -= take
-            self._events.append(Admitted(request.id, request.slot, match.num_tokens, request.preemptions > 0))
+            found, forked = (0, match.num_tokens) if fork else (match.num_tokens, 0)
+            self._events.append(Admitted(request.id, request.slot, found, request.preemptions > 0, forked))
+
+    def _fork(self, request: Request) -> Match | None:
+        """What a sample takes over from another of its prompt, which runs and has computed it in earlier steps; else None.
+
+        With the prefix cache alone it would find the full blocks; but that may be off, and what is in the prompt's last
+        block it would compute again. A resumed one is matched: its own tokens may be cached, too.
+        """
+        parent = self._requests.get(request.fork_of) if request.fork_of else None
+        if parent is None or parent.state is not State.RUNNING or parent.num_computed < request.num_prompt or request.preemptions:
+            return None
+        # Its last row is computed again, with its own seed: never for a prompt of one token.
+        return self.kv.fork(parent.id, request.num_prompt - 1) if request.num_prompt > 1 else None
+
+    def _unpark(self, parent: Request) -> None:
+        """Those that waited for this one's prompt go to their places in the queue."""
+        for request in self._parked.pop(parent.id, ()):
+            self.waiting.push(request)
 
     def _shortage(self, needy: Request, tokens: int) -> str:
         """Why somebody has to give way, in words."""
@@ -293,7 +327,8 @@ class Scheduler:
         self._in_flight[number] = list(chosen)
         if keys:
             self._sealed[number] = keys
-        return StepPlan(number, items, freed, self.take_events())
+        copies, self._copies = self._copies, []
+        return StepPlan(number, items, freed, self.take_events(), copies)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -349,11 +384,13 @@ class Scheduler:
         """
         lost = self.kv.forget([key for number in list(self._sealed) for key in self._sealed.pop(number)])
         deltas = []
+        ended = set()
         for request, item in zip(self._in_flight.pop(plan.number), plan.items, strict=True):
             if request.epoch == item.epoch:
+                ended.add(request.id)
                 deltas.append(self._end(request, Delta(request.id, finish_reason="error", error=message, num_cached=request.num_cached)))
-        for request in list(self.running) if lost else ():
-            if not lost.isdisjoint(self.kv.table(request.id)):
+        for request in list(self.running):
+            if request.fork_of in ended or not lost.isdisjoint(self.kv.table(request.id)):
                 self._preempt(request, f"step {plan.number} failed, which was to compute what {request.id} shares")
         taken = {request.slot for request in self.running}
         self._freed.extend(slot for slot in plan.freed if slot not in self._freed and slot not in taken)
@@ -364,8 +401,13 @@ class Scheduler:
         if request.state is State.RUNNING:
             self._leave_slot(request)
         else:
-            self.waiting.remove(request)
+            siblings = self._parked.get(request.fork_of, [])
+            if request in siblings:
+                siblings.remove(request)
+            else:
+                self.waiting.remove(request)
             request.epoch += 1
+        self._unpark(request)
         request.state = State.FINISHED
         del self._requests[request.id]
         assert delta.finish_reason is not None
@@ -378,7 +420,8 @@ class Scheduler:
         Raises: AssertionError, saying what is wrong.
         """
         self.kv.check()
-        waiting = list(self.waiting)
+        waiting = [*self.waiting, *(r for parked in self._parked.values() for r in parked)]
+        assert self._parked.keys() <= self._requests.keys() and not self._copies, "somebody waits for a request that is gone"
         assert sorted(r.id for r in [*waiting, *self.running]) == sorted(self._requests), "a request is lost, or in two places"
         assert self.kv.holders() == {r.id for r in self.running}, "a table without a running request, or the reverse"
         slots = [r.slot for r in self.running] + self._slots

@@ -109,6 +109,7 @@ class SimExecutor:
         for slot in plan.freed:
             self._slots.pop(slot, None)
         self._check_whole(plan)
+        self._copy(plan)
         for item in plan.items:
             self._check_item(plan, item, self._slots[item.slot])
         written: set[int] = set()
@@ -146,6 +147,16 @@ class SimExecutor:
             table = self._slots[item.slot].table
             _require(all(0 <= block < self._num_blocks for block in table), plan, item, "is given a block out of range")
             _require(len(set(table)) == len(table), plan, item, "is given a block twice")
+
+    def _copy(self, plan: StepPlan) -> None:
+        """All copies at once, as one step's: a chain of them would depend on their order."""
+        sources, targets = {source for source, _ in plan.kv_copies}, [target for _, target in plan.kv_copies]
+        _require(all(0 <= block < self._num_blocks for block in (*sources, *targets)), plan, None, "copies a block out of range")
+        sound = len(set(targets)) == len(targets) and sources.isdisjoint(targets)
+        _require(sound, plan, None, "copies to a block twice, or from one that it copies to")
+        size = self.block_size
+        for source, target in plan.kv_copies:
+            self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]
 
     def _check_item(self, plan: StepPlan, item: PlanItem, slot: _Slot) -> None:
         count, start, end = len(item.tokens), item.start, item.start + len(item.tokens)
