@@ -158,27 +158,28 @@ int32_t draw(const Run &run, const float *logits, int64_t vocab, int64_t vp, flo
     return 0;
 }
 
-int32_t choose(const Run &run, const float *raw, int64_t vp, int64_t row, const Scratch &s) {
+// raw_max is finite, so no NaN comes up here: edits make infinities at most.
+int32_t choose(const Run &run, const float *raw, float raw_max, int64_t vp, int64_t row, const Scratch &s) {
     const int64_t slot = run.step.row_slot[row], vocab = run.vocab;
     const Slots &p = run.slots;
     const uint32_t *mask = (const uint32_t *)p.mask[slot];
     const float *bias = (const float *)p.bias[slot];
     const float *logits = raw;
+    float max = raw_max;
     if (mask || bias || p.num_seen[slot] > 0) {
         run.k->edit(s.logits, raw, mask, bias, vocab);
         for (int64_t i = vocab; i < vp; i++) s.logits[i] = -INF;
         penalize(s.logits, p, slot, vocab);
         logits = s.logits;
+        max = run.k->max(logits, vp);
     }
-    const float max = run.k->max(logits, vp);
-    if (max == -INF) return first_allowed(mask, vocab);  // all banned or NaN
+    if (max == -INF) return first_allowed(mask, vocab);  // penalties beyond all numbers
     if (p.temperature[slot] == 0.0f || max == INF) return (int32_t)run.k->first_equal(logits, vp, max);
     return draw(run, logits, vocab, vp, max, slot, (uint32_t)run.step.row_pos[row], s);
 }
 
-void report(const Run &run, const float *raw, int64_t vp, int64_t row, int32_t token, const Scratch &s) {
+void report(const Run &run, const float *raw, float max, int64_t vp, int64_t row, int32_t token, const Scratch &s) {
     const Kernels &k = *run.k;
-    const float max = k.max(raw, vp);
     const double log_sum = log_of((double)k.sum_exp(raw, vp, max));
     run.step.out_logprob[row] = (float)(((double)raw[token] - (double)max) - log_sum);
     run.step.out_rank[row] = (int32_t)(1 + k.count_above(raw, vp, raw[token]));
@@ -211,10 +212,15 @@ void op_sample(const Op &op, const Run &run, const Part &part) {
         float *raw = (float *)op.p[0] + task * ld;
         const int64_t row = part.row0 + task;
         for (int64_t i = run.vocab; i < vp; i++) raw[i] = -INF;
+        const float max = run.k->max(raw, vp);
+        if (!(max > -INF && max < INF)) {  // NaN, too: the model has broken down
+            run.step.out_token[row] = -1;
+            continue;
+        }
         const int32_t target = run.step.row_target[row];
-        const int32_t token = target >= 0 ? target : choose(run, raw, vp, row, s);
+        const int32_t token = target >= 0 ? target : choose(run, raw, max, vp, row, s);
         run.step.out_token[row] = token;
-        if (target >= 0 || run.step.row_top[row] >= 0) report(run, raw, vp, row, token, s);
+        if (target >= 0 || run.step.row_top[row] >= 0) report(run, raw, max, vp, row, token, s);
     }
 }
 

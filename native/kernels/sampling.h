@@ -1,10 +1,18 @@
 // The passes of the sampler over whole rows of logits. n is a multiple of 16 unless said otherwise.
 #pragma once
 
+// The largest; NaN if any is NaN.
 static float row_max(const float *x, int64_t n) {
     F best = splat(-INF);
-    for (int64_t i = 0; i < n; i += LANES) best = max_keep(best, load<F>(x + i));
-    return max_lanes(best);
+    I odd = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const F v = load<F>(x + i);
+        best = max_keep(best, v);
+        odd |= v != v;
+    }
+    int32_t any = 0;
+    for (int l = 0; l < LANES; l++) any |= odd[l];
+    return any ? __builtin_nanf("") : max_lanes(best);
 }
 
 static float row_sum_exp(const float *x, int64_t n, float max) {

@@ -16,6 +16,19 @@
 Messages say what was wrong, with the numbers, and what would work. ``param`` names the field, where one is at fault.
 """
 
+_SHOWN = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: like repr(), cut to a readable length, and never an error of its own."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to write very long ones
+    try:
+        text = repr(value if not isinstance(value, str | bytes) else value[:_SHOWN + 1])
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
 
 class OctavoError(Exception):
     """Base of all errors raised on purpose."""

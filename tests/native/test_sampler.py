@@ -145,14 +145,16 @@ def test_greedy_with_masks_bias_and_penalties(isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-30, 1e30])
 def test_odd_logits(temperature, isa):
-    """NaN never wins; nothing left means the lowest allowed id; infinity always wins."""
+    """A NaN, or an infinite maximum, breaks the row (-1); where a mask or a penalty leaves nothing, the lowest allowed id."""
     nan, inf = f32(np.nan), f32(np.inf)
     mask = np.zeros(-(-V // 32), np.uint32)
     mask[3] = 1 << 5  # only id 101
     cases = {
-        "all nan": (np.full(V, nan), None, 0), "all nan, masked": (np.full(V, nan), mask, 101),
-        "one number": (np.r_[np.full(V - 1, nan), 1], None, V - 1),
-        "infinity": (np.r_[np.arange(500), inf, np.arange(V - 501)], None, 500), "minus infinity": (np.full(V, -inf), None, 0),
+        "all nan": (np.full(V, nan), None, -1), "all nan, masked": (np.full(V, nan), mask, -1),
+        "one number": (np.r_[np.full(V - 1, nan), 1], None, -1), "the last is nan": (np.r_[np.arange(V - 1), nan], None, -1),
+        "the first is nan": (np.r_[nan, np.arange(V - 1)], None, -1), "a nan that is masked": (np.r_[nan, np.arange(V - 1)], mask, -1),
+        "infinity": (np.r_[np.arange(500), inf, np.arange(V - 501)], None, -1), "minus infinity": (np.full(V, -inf), None, -1),
+        "a maximum": (np.r_[np.full(V - 1, -inf), 1], None, V - 1), "only -inf allowed": (np.r_[np.full(V - 1, -inf), 1], mask, 101),
         "one allowed": (np.arange(V), mask, 101), "nothing allowed": (np.arange(V), np.zeros_like(mask), 0),
         "huge": (np.r_[np.full(V - 1, -3e38), 3e38], None, V - 1),
     }  # fmt: skip
@@ -163,6 +165,29 @@ def test_odd_logits(temperature, isa):
         if words is not None:
             sampler.s["mask"][:] = sampler.hold(words)
         assert sampler.run(3) == [want] * 3, name
+        if want < 0:
+            sampler.step["row_target"][:] = 7
+            assert sampler.run(3) == [-1] * 3, name
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_broken_row_leaves_its_neighbours_alone(isa):
+    """Rows over two inputs: in the second, the weights overflow."""
+    rows = 9
+    p = provider("float32", isa, 2)
+    rig = Rig(p, tokens=rows, seqs=rows, alternatives=4)
+    x = rig.ops.input("act", "R", 2)
+    logits = np.random.default_rng(6).normal(0, 3, V).astype(f32)
+    rig.ops.head(x, p.linear([np.stack([logits, np.where(np.arange(V) % 2, f32(3e38), f32(-3e38))], 1)]))
+    rig.finish()
+    given = np.tile(np.array([1, 0], f32), (rows, 1))
+    given[4, 1] = 10
+    rig.fill(x, given)
+    rig.step["row_slot"][:], rig.step["row_top"][:], rig.step["out_logprob"][:] = np.arange(rows), 2, 123
+    rig.step["header"][:3] = 0, 0, rows
+    rig.program.sample()
+    assert rig.step["out_token"][:rows].tolist() == [-1 if row == 4 else int(np.argmax(logits)) for row in range(rows)]
+    assert (rig.step["out_logprob"][:rows] == 123).tolist() == [row == 4 for row in range(rows)]
 
 
 @pytest.mark.parametrize("isa", ISAS)

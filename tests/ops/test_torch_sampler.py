@@ -75,15 +75,19 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_offer_nothing(temperature: float) -> None:
-    nothing, broken = np.full((1, 40), -np.inf, F), np.full((1, 40), np.nan, F)
+def test_rows_that_are_no_numbers(temperature: float) -> None:
+    """One NaN, or an infinite maximum, breaks the row: also where a mask hides it, and where a target is given."""
     mask = np.array([0, 1 << 5], np.uint32)
-    for row in (nothing, broken):
-        assert run_tile(row, Sampling(temperature=temperature))["out_token"][0] == 0
-        assert run_tile(row, Sampling(temperature=temperature, mask=mask))["out_token"][0] == 37
-    broken[0, 9] = -3.0  # a NaN is never chosen
-    step = run_tile(broken, Sampling(temperature=temperature), row_top=[0])
-    assert step["out_token"][0] == 9 and np.isnan(step["out_logprob"][0])
+    for change in (lambda row: row.fill(-np.inf), lambda row: row.fill(np.nan), lambda row: row.put(9, np.nan), lambda row: row.put(9, np.inf)):
+        row = np.arange(40, dtype=F).reshape(1, 40)
+        change(row)
+        for sampling in (Sampling(temperature=temperature), Sampling(temperature=temperature, mask=mask)):
+            assert run_tile(row, sampling, row_top=[0])["out_token"][0] == -1
+        assert run_tile(row, Sampling(), row_target=[4], row_top=[0])["out_token"][0] == -1
+    some = np.arange(40, dtype=F).reshape(1, 40)
+    some[0, 5:] = -np.inf  # a maximum is left
+    assert run_tile(some, Sampling(temperature=0))["out_token"][0] == 4
+    assert run_tile(some, Sampling(temperature=temperature, mask=mask))["out_token"][0] == 37  # nothing is left: the lowest allowed
 
 
 @pytest.mark.parametrize("s", [

@@ -354,6 +354,7 @@ def test_tokenize_and_detokenize_errors() -> None:
     refused(post("/tokenize", {}), 400, "prompt", "either")
     refused(post("/tokenize", {"prompt": "a", "messages": USER}), 400, "prompt", "either")
     refused(post("/tokenize", {"prompt": 5}), 400, "prompt")
+    refused(post("/tokenize", {"prompt": "a", "tools": -1.5}), 400, "tools")
     refused(post("/tokenize", {"messages": [{"role": "x"}]}), 400, "messages[0].role")
     refused(post("/detokenize", {"tokens": [1, 257]}), 400, "tokens", "tokens[1] is 257")
     refused(post("/detokenize", {"tokens": [-1]}), 400, "tokens", "-1")

@@ -52,14 +52,15 @@ def test_a_client_that_leaves_is_an_abort_and_its_blocks_come_back(server: Serve
     assert [result.end for result in dropped] == ["dropped"] * 4
     import time
 
-    deadline = time.monotonic() + 5
-    while (after := server.metrics())["request_success_total"] < before["request_success_total"] + 4 or after["num_requests_running"]:
+    deadline = time.monotonic() + 20
+    while (after := server.metrics())["request_success_total"] < before["request_success_total"] + 4 or (
+        after["num_requests_running"] or after["kv_cache_usage_perc"]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     text = server.request("GET", "/metrics")[1].decode()
     aborts = [line for line in text.splitlines() if line.startswith('octavo:request_success_total{engine="0",finished_reason="abort"')]
     assert len(aborts) == 1 and float(aborts[0].split()[-1]) == 4
-    assert after["kv_cache_usage_perc"] == 0 and after["e2e_request_latency_seconds_count"] == before["e2e_request_latency_seconds_count"]
+    assert after["e2e_request_latency_seconds_count"] == before["e2e_request_latency_seconds_count"]
 
 
 def test_preemptions_are_counted(server: Server) -> None:

@@ -76,6 +76,7 @@ def test_smollm2_facts(smollm2_tokenizer):
     assert (t.vocab_size, t.bos_id, t.eos_id, t.prefix, t.suffix) == (49152, 1, 2, (), ())
     assert t.end_ids == (2, 0)  # <|im_end|>, then <|endoftext|>
     assert t.special_ids == frozenset(range(17))
+    assert t.dropped == (0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2)
     assert t.special_tokens["bos_token"] == "<|im_start|>"
     assert "add_generation_prompt" in t.chat_template
     ids = t.encode("<|im_start|>hi<|im_end|>")
@@ -224,6 +225,14 @@ def test_lone_surrogates_are_refused():
 def test_bad_metadata_is_named(change, error, words):
     with pytest.raises(error, match=words):
         from_gguf(byte_level(**{"merges": [], **change}))
+
+
+def test_a_vocabulary_without_a_bytes_token_is_refused():
+    """A text that holds the byte would lose it in silence."""
+    metadata = byte_level([])
+    metadata["tokenizer.ggml.tokens"] = [token.replace("Ċ", "(no newline)") for token in metadata["tokenizer.ggml.tokens"]]
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.tokens: there is no token for the byte 0x0A \('Ċ'\)"):
+        from_gguf(metadata)
 
 
 def test_a_missing_pre_is_told(caplog):

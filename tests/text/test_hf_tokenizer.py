@@ -1,6 +1,7 @@
 """Tokenizers from Hugging Face directories, against transformers' reading of the same files."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -194,8 +195,107 @@ def test_an_unknown_decoder_is_refused(tmp_path, decoder):
         load_tokenizer(save(tmp_path, backend))
 
 
+def lying(tmp_path: Path, **ids: int) -> Path:
+    """The byte-level tokenizer with more entries in its vocabulary."""
+    folder = save(tmp_path, _byte_backend())
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["model"]["vocab"] |= ids
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
+
+
 def test_ids_with_holes(tmp_path):
-    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 7}, merges=[]))
-    backend.decoder = decoders.ByteLevel()
-    ours = load_tokenizer(save(tmp_path, backend))
-    assert (ours.vocab_size, ours.decode([0, 3, 7])) == (8, "ab")
+    """The number of entries is an id that exists, and still not the largest."""
+    folder = lying(tmp_path, zz=262, zzz=9000)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": []}))
+    ours = load_tokenizer(folder)
+    assert (ours.vocab_size, ours.decode([262, 500, 9000]), ours.token_to_id("zzz")) == (9001, "zzzzz", 9000)
+
+
+@pytest.mark.parametrize("last", [2**30, 2**24, 80_000])
+def test_an_absurd_id_costs_no_memory(tmp_path, last):
+    with pytest.raises(CheckpointError, match=f"'zzzz' has the id {last}; ids of 267 tokens must be below 69808"):
+        load_tokenizer(lying(tmp_path, zzzz=last))
+
+
+def drop(tmp_path: Path, backend: Tokenizer, piece: str, **model: object) -> Path:
+    folder = save(tmp_path, backend)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    vocab["(instead)"] = vocab.pop(piece)
+    data["model"] |= {"merges": []} | model
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
+
+
+def test_a_vocabulary_without_a_bytes_token_is_refused(tmp_path):
+    """BPE would drop the byte's text in silence."""
+    with pytest.raises(CheckpointError, match="no token for the byte 0x7A \\('z'\\)"):
+        load_tokenizer(drop(tmp_path, _byte_backend(), "z"))
+    with pytest.raises(CheckpointError, match="no token for the byte 0x20 \\('Ġ'\\)"):
+        load_tokenizer(drop(tmp_path, _byte_backend(), "Ġ"))
+
+
+@pytest.mark.parametrize("piece, dropped", [(chr(0xFF), ()), ("Ą", (4,))])
+def test_a_byte_that_texts_hardly_have_may_lack_a_token(tmp_path, piece, dropped):
+    """0xFF is in no UTF-8; the control character 0x04 is dropped, and the tokenizer says so."""
+    ours = load_tokenizer(drop(tmp_path, _byte_backend(), piece))
+    assert ours.dropped == dropped and len(ours.encode("z\x04z")) == 3 - len(dropped)
+
+
+def test_an_unknown_token_stands_for_missing_bytes(tmp_path):
+    ours = load_tokenizer(drop(tmp_path, _byte_backend(), "z", unk_token="(instead)"))
+    assert ours.encode("z") == [ours.token_to_id("(instead)")]
+
+
+def test_sentencepiece_needs_bytes_or_an_unknown_token(tmp_path):
+    unknown = {"unk_token": None, "byte_fallback": True}
+    with pytest.raises(CheckpointError, match="no token for the byte 0xE4 \\('<0xE4>'\\)"):
+        load_tokenizer(drop(tmp_path, _spm_backend("gemma"), "<0xE4>", **unknown))
+    with pytest.raises(CheckpointError, match="neither byte_fallback nor an unk_token"):
+        load_tokenizer(drop(tmp_path, _spm_backend("gemma"), "<0xE4>", unk_token=None, byte_fallback=False))
+    assert load_tokenizer(drop(tmp_path, _spm_backend("gemma"), "<0xE4>")).encode("中") != []  # has an unk_token
+
+
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "chat_template.jinja"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path, name):
+    folder = save(tmp_path, _byte_backend(), {})
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} is a named pipe, not a regular file"):
+        load_tokenizer(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{name} is a device, not a regular file"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_cannot_be_read_or_are_too_large(tmp_path, name):
+    folder = save(tmp_path, _byte_backend(), {})
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/proc/self/mem")  # a regular file that gives an error
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        load_tokenizer(folder)
+    (folder / name).unlink()
+    with open(folder / name, "wb") as file:
+        file.truncate(20 << 30)  # no byte of it is on the disk
+    with pytest.raises(CheckpointError, match=f"{name} has more than"):
+        load_tokenizer(folder)
+
+
+def test_without_permission(tmp_path, monkeypatch):
+    """Whatever the system says comes out typed (a test that runs as root has every permission, so it is played)."""
+    folder = save(tmp_path, _byte_backend(), {})
+
+    def denied(*_args, **_keywords):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("octavo.files.os.open", denied)
+    with pytest.raises(CheckpointError, match=r"tokenizer.json cannot be read: .*Permission denied"):
+        load_tokenizer(folder)
+

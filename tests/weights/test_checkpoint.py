@@ -1,6 +1,7 @@
 """safetensors files and the Checkpoint over both layouts."""
 
 import json
+import os
 import struct
 import tracemalloc
 from contextlib import suppress
@@ -252,6 +253,27 @@ def test_what_is_no_model(tmp_path, folder) -> None:
 
 
 # GGUF behind the same interface
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(folder, name) -> None:
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink(missing_ok=True)
+    for make_it, kind in ((os.mkfifo, "a named pipe"), (lambda path: os.symlink("/dev/zero", path), "a device"), (os.mkdir, "a directory")):
+        if (folder / name).is_symlink() or (folder / name).exists():
+            (folder / name).unlink()
+        make_it(folder / name)
+        with pytest.raises(CheckpointError, match=f"{name} is {kind}, not a regular file"):
+            open_checkpoint(folder)
+
+
+def test_what_the_system_cannot_read(folder, monkeypatch) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="x cannot be read"):
+        open_checkpoint("x" * 5000)
 
 
 def test_gguf_types(tmp_path, make) -> None:

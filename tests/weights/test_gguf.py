@@ -149,7 +149,11 @@ def test_other_files(put, head, kind, says) -> None:
 
 def test_missing_files_and_directories(tmp_path) -> None:
     assert "does not exist" in refused(tmp_path / "none.gguf")
-    assert "cannot be opened" in refused(tmp_path)
+    assert "a directory, not a regular file" in refused(tmp_path)
+    os.mkfifo(tmp_path / "pipe.gguf")  # nobody writes to it: opening it would never end
+    assert "a named pipe, not a regular file" in refused(tmp_path / "pipe.gguf")
+    (tmp_path / "zero.gguf").symlink_to("/dev/zero")
+    assert "a device, not a regular file" in refused(tmp_path / "zero.gguf")
 
 
 def test_lies_in_the_metadata(make, put) -> None:

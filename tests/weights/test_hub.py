@@ -315,6 +315,27 @@ def test_unknown_names_list_the_known_ones(model) -> None:
         hub.cached_short_name("smolm2")
 
 
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        ("x" * 5000, "5000 characters"), ("x" * 300, "cannot be looked at"), ("a\0b", "NUL"),
+        ("~nobody-of-that-name/model", "determine home directory"),
+    ],
+)
+def test_names_that_the_system_refuses(model, words) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        hub.resolve(model)
+
+
+def test_another_setting_is_blamed(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"^tokenizer '/no/such/place' looks like a path") as caught:
+        hub.resolve("/no/such/place", setting="tokenizer")
+    assert caught.value.param == "tokenizer"
+    with pytest.raises(CheckpointError, match=rf"^tokenizer: {tmp_path} is no model directory") as caught:
+        hub.resolve(tmp_path, setting="tokenizer")
+    assert caught.value.param == "tokenizer"
+
+
 def test_a_revision_needs_a_hub_id(tmp_path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert "one pinned file" in refused("smollm2", ConfigError, revision="main")

@@ -50,6 +50,10 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        """Whether nothing more comes."""
+        return self.finish_reason is not None
+
 
 @dataclass(slots=True)
 class RequestMetrics:

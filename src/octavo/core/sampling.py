@@ -1,24 +1,62 @@
 """SamplingParams: how one request wants its tokens chosen. vLLM's names and meanings."""
 
-import math
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any, Self
 
 import msgspec
 
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, UnsupportedError, shown
 
 MAX_N = 16_384
 SEED_LIMIT = 2**64
+MOST = 2**63 - 1  # of whole numbers without a limit of their own: what a message to the engine holds
+F32_MAX, F32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # float32's largest and smallest normal number: the sampler counts in it
+
+# vLLM's parameters that Octavo has no field for: the values that ask for nothing, all that are accepted.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (None, 1), "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,), "output_kind": (None,),
+    "structured_outputs": (None,), "guided_decoding": (None,), "logits_processors": (None, []), "truncate_prompt_tokens": (None,),
+    "spaces_between_special_tokens": (True, False),  # it changes nothing: no token here is spelled with spaces around it
+    "extra_args": (None, {}), "flat_logprobs": (False,), "skip_reading_prefix_cache": (None, False), "repetition_detection": (None,),
+    "thinking_token_budget": (None,), "skip_clone": (True, False),
+}
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _Kind(type(msgspec.Struct)):  # type: ignore[misc]
+    """Makes SamplingParams take vLLM's other parameters, where they ask for nothing, and say what is wrong where they do not."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        for name in [name for name in given if name not in cls.__struct_fields__]:
+            value = given.pop(name)
+            if name != "best_of" or value != given.get("n", 1):  # the best n of n
+                _ask_for_nothing(name, value, cls.__struct_fields__)
+        return super().__call__(*args, **given)
+
+
+def _ask_for_nothing(name: str, value: object, fields: Sequence[str]) -> None:
+    if name not in NEUTRAL:
+        close = difflib.get_close_matches(name, [*fields, *NEUTRAL], 1)
+        raise InvalidRequest(f"there is no sampling parameter {name}{f': did you mean {close[0]}?' if close else ''}", name)
+    if name == "output_kind" and getattr(value, "name", None) == "CUMULATIVE":  # vLLM's own enumeration
+        return
+    if not any(type(value) in (type(each), int) and value == each for each in NEUTRAL[name]):
+        harmless = " or ".join(shown(each) for each in NEUTRAL[name])
+        raise UnsupportedError(f"{name}={shown(value)} is not served: leave it out, or {harmless}", name)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=_Kind):
     """How the tokens of one request are chosen. Immutable; checked when made.
+
+    ``max_tokens`` None, the default, is as many as the context has room for (vLLM's own default is 16).
 
     Penalties: ``presence`` and ``frequency`` look at the output only, ``repetition`` at prompt and output.
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 is off. ``logprobs`` is the number of alternatives per token
-    (-1: the whole vocabulary), ``prompt_logprobs`` the same for the prompt's tokens.
+    (-1: the whole vocabulary), ``prompt_logprobs`` the same for the prompt's tokens. Parameters of vLLM's that are no
+    fields here are accepted with values that ask for nothing.
 
-    Raises: InvalidRequest, naming the field and its value.
+    Raises: InvalidRequest, naming the field and its value; UnsupportedError for vLLM's parameters that would ask for something.
     """
 
     n: int = 1
@@ -51,26 +89,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("stop", "stop_token_ids", "bad_words"):
             if getattr(self, name) is None:
                 put(self, name, [])
-        if self.logit_bias:
-            put(self, "logit_bias", {_token_key(k): v for k, v in self.logit_bias.items()})
+        if self.logit_bias is not None:
+            put(self, "logit_bias", _biases(self.logit_bias))
         _whole(self.n, "n", 1, MAX_N)
         _number(self.presence_penalty, "presence_penalty", -2.0, 2.0)
         _number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
-        _number(self.repetition_penalty, "repetition_penalty", 0.0, math.inf, open_low=True)
-        _number(self.temperature, "temperature", 0.0, math.inf)
+        _number(self.repetition_penalty, "repetition_penalty", F32_SMALLEST, F32_MAX)
+        _number(self.temperature, "temperature", 0.0, F32_MAX)
         _number(self.top_p, "top_p", 0.0, 1.0, open_low=True)
-        _whole(self.top_k, "top_k", -1, None)
+        _whole(self.top_k, "top_k", -1, MOST)
         _number(self.min_p, "min_p", 0.0, 1.0)
         if self.seed is not None:
             _whole(self.seed, "seed", -(2**63), SEED_LIMIT - 1)
         if self.max_tokens is not None:
-            _whole(self.max_tokens, "max_tokens", 1, None)
-        _whole(self.min_tokens, "min_tokens", 0, None)
+            _whole(self.max_tokens, "max_tokens", 1, MOST)
+        _whole(self.min_tokens, "min_tokens", 0, MOST)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(getattr(self, name), name, -1, None)
+                _whole(getattr(self, name), name, -1, MOST)
         _texts(self.stop, "stop")
         _texts(self.bad_words, "bad_words")
         _ids(self.stop_token_ids, "stop_token_ids")
@@ -80,11 +118,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", "allowed_token_ids")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+                raise InvalidRequest(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True: they are found in the text", "stop")
-        for bias in (self.logit_bias or {}).values():
-            _number(bias, "logit_bias", -100.0, 100.0)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """From values of which None stands for the default, as vLLM's servers make them. Raises: as the constructor."""
+        made: Self = cls(**{name: value for name, value in given.items() if value is not None})
+        return made
+
+    def clone(self) -> Self:
+        """A copy, for callers who are used to make one."""
+        return msgspec.structs.replace(self)
 
     @property
     def greedy(self) -> bool:
@@ -97,45 +143,59 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-def _token_key(key: object) -> int:
-    """JSON objects have text keys; ids are meant."""
-    try:
-        return int(key)  # type: ignore[call-overload, no-any-return]
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"logit_bias has the key {key!r}, which is no token id", "logit_bias") from None
+def _biases(given: object) -> dict[int, float]:
+    """Token ids as whole numbers: JSON objects have text keys."""
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"logit_bias must be an object of token ids and biases, not {shown(given)}", "logit_bias")
+    found = {}
+    for key, bias in given.items():
+        token = None
+        if isinstance(key, str):
+            token = int(key) if key.isascii() and key.isdigit() and len(key) < 20 else None
+        elif not isinstance(key, bool) and hasattr(key, "__index__"):
+            token = index(key)
+        if token is None:
+            raise InvalidRequest(f"logit_bias has the key {shown(key)}, which is no token id", "logit_bias")
+        if token in found:
+            raise InvalidRequest(f"logit_bias names the token {token} twice", "logit_bias")
+        _number(bias, "logit_bias", -100.0, 100.0)
+        found[token] = bias
+    return found
 
 
-def _whole(value: object, name: str, low: int, high: int | None) -> None:
+def _whole(value: object, name: str, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be a whole number, not {value!r}", name)
-    if value < low or (high is not None and value > high):
-        raise InvalidRequest(f"{name} must be {_span(low, high)}, not {value}", name)
+        raise InvalidRequest(f"{name} must be a whole number, not {shown(value)}", name)
+    if value < low or value > high:
+        raise InvalidRequest(f"{name} must be {_span(low, high)}, not {shown(value)}", name)
 
 
 def _number(value: object, name: str, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} must be a number, not {value!r}", name)
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        above = f"above {low:g}" if open_low else f"at least {low:g}"
-        below = "" if math.isinf(high) else f" and at most {high:g}"
-        raise InvalidRequest(f"{name} must be {above}{below}, not {value!r}", name)
+        raise InvalidRequest(f"{name} must be a number, not {shown(value)}", name)
+    if not low <= value <= high or (open_low and value == low):  # a NaN fails, too
+        least = "above 0" if low == F32_SMALLEST else f"above {low:g}" if open_low else f"at least {low:g}"
+        limits = f" (float32 holds {low:g} to {high:g})" if low == F32_SMALLEST else ", float32's largest number" if high == F32_MAX else ""
+        raise InvalidRequest(f"{name} must be {least} and at most {high:g}{limits}, not {shown(value)}", name)
 
 
-def _span(low: int, high: int | None) -> str:
-    return f"at least {low}" if high is None else f"between {low} and {high}"
+def _span(low: int, high: int) -> str:
+    return f"at least {low} and below 2^63" if high == MOST else f"between {low} and {high}"
 
 
 def _texts(values: Sequence[object], name: str) -> None:
     if not isinstance(values, list | tuple):
-        raise InvalidRequest(f"{name} must be a list of strings, not {values!r}", name)
-    for value in values:
+        raise InvalidRequest(f"{name} must be a list of strings, not {shown(values)}", name)
+    for place, value in enumerate(values):
         if not isinstance(value, str) or not value:
-            raise InvalidRequest(f"{name} must hold non-empty strings, not {value!r}", name)
+            raise InvalidRequest(f"{name} must hold non-empty strings, not {shown(value)}", name)
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise InvalidRequest(f"{name}[{place}] is no valid Unicode: {shown(value)} holds a lone surrogate", name)
 
 
 def _ids(values: Sequence[object], name: str) -> None:
     if not isinstance(values, list | tuple):
-        raise InvalidRequest(f"{name} must be a list of token ids, not {values!r}", name)
+        raise InvalidRequest(f"{name} must be a list of token ids, not {shown(values)}", name)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InvalidRequest(f"{name} must hold token ids (whole numbers from 0), not {value!r}", name)
+            raise InvalidRequest(f"{name} must hold token ids (whole numbers from 0), not {shown(value)}", name)

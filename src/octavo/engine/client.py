@@ -15,7 +15,7 @@ from octavo.engine.process import EngineHandle
 from octavo.errors import OctavoError, WorkerDied
 
 GRACE = 0.1  # seconds after the process' end in which its last batches may still come in
-AT_ONCE = 16  # messages handled in one turn of the event loop
+TURN = 0.005  # seconds of the event loop's time that messages may take at once
 STOP_SECONDS = 5.0  # that an engine has to end by itself
 
 
@@ -78,11 +78,12 @@ class ProcessClient:
             await self._ended.wait()
 
     def _read_socket(self) -> None:
-        for _ in range(AT_ONCE):
-            if not self._read_one():
-                return
         assert self._loop is not None
-        self._loop.call_soon(self._read_socket)  # others first
+        until = self._loop.time() + TURN
+        while self._read_one():
+            if self._loop.time() > until:
+                self._loop.call_soon(self._read_socket)  # others first
+                return
 
     def _read_one(self) -> bool:
         """Hand a message over; False when none is there."""

@@ -80,7 +80,7 @@ STEP_FIELDS: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "row_target": ("i4", ("R",)),  # -1: sample. Else: give this id's raw log-probability (prompt_logprobs)
     "row_top": ("i4", ("R",)),  # alternatives wanted; -1: no log-probabilities at all (but a target's)
     # written by the provider
-    "out_token": ("i4", ("R",)),  # the token chosen, or the target
+    "out_token": ("i4", ("R",)),  # the token chosen, or the target; -1: the row's logits are no numbers, and nothing else of it is set
     "out_logprob": ("f4", ("R",)),  # of the raw distribution, before masks, penalties and temperature; unset with row_top -1 and no target
     "out_rank": ("i4", ("R",)),  # 1 + number of ids with a larger raw logit; unset as above
     "top_ids": ("i4", ("R", "K")),  # K: max_logprobs; the row's first row_top entries are valid, by falling logit, ties by rising id
@@ -122,8 +122,9 @@ class Program(Protocol):
        least 1; the id that crosses is in. (The product is one of doubles.)
     8. the lowest kept id whose cumulative q, in id order, exceeds floor(u · (sum of the kept q)), u the uniform below.
 
-    Among infinite logits the lowest id is taken, a NaN never; log-probabilities of such a row are NaN. Where no id is left
-    above -inf, the lowest that the mask allows is taken, or else 0.
+    A row is broken when one of its raw logits is a NaN, or the largest of them is infinite: its out_token is -1, also where a
+    target is given, and nothing else of it is set. Mask, bias and penalties make infinities of numbers at most: among
+    infinite logits the lowest id is taken, and where no id is left above -inf, the lowest that the mask allows, or else 0.
 
     Philox4x32-10: key = (seed's low 32 bits, its high 32 bits), counter = (row_pos, 0, 0, 0); u = (out[0] >> 8) / 2^24, a whole
     number over 2^24, so that rule 8 is exact.

@@ -74,6 +74,9 @@ def sample_tile(logits: torch.Tensor, step: Any, slots: Any, start: int) -> None
     for i, raw in enumerate(logits):
         row = start + i
         slot, target, wanted = int(step["row_slot"][row]), int(step["row_target"][row]), int(step["row_top"][row])
+        if not torch.isfinite(raw.max()):  # a NaN is the largest of its row
+            step["out_token"][row] = -1
+            continue
         token = target if target >= 0 else _sample(raw, slots, slot, int(step["row_pos"][row]))
         step["out_token"][row] = token
         if target < 0 and wanted < 0:
@@ -89,7 +92,7 @@ def sample_tile(logits: torch.Tensor, step: Any, slots: Any, start: int) -> None
 
 def _sample(raw: torch.Tensor, slots: Any, slot: int, position: int) -> int:
     array, mask = slots.arrays, slots.mask[slot]
-    x = torch.nan_to_num(adjusted(raw, slots, slot), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    x = adjusted(raw, slots, slot)
     if x.max() == -torch.inf:
         return 0 if mask is None else int(np.argmax(_bits(mask, len(x))))
     temperature = float(array["temperature"][slot])

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from octavo.core.output import LogprobRow
 from octavo.core.step import PlanItem, SlotResult, StepPlan, StepResult
 from octavo.ops.table import KvStore, Program
@@ -69,7 +71,8 @@ class Runner:
         """Read the outputs and note the new tokens in the slots."""
         a = self.batch.arrays
         sampled = a["out_token"][rows.sampling]
-        self.slots.advance(rows.sampling_slots, sampled)
+        # A broken row's request ends with this step; a plan that was made before is still to find a token in its slot.
+        self.slots.advance(rows.sampling_slots, np.maximum(sampled, 0))
         found = zip(sampled.tolist(), rows.sampling.tolist(), a["row_top"][rows.sampling].tolist())
         results = []
         for i, item in enumerate(items):
@@ -78,10 +81,13 @@ class Runner:
             if item.sample:
                 token, row, top = next(found)
                 tokens = [token]
-                if top >= 0:
+                if top >= 0 and token >= 0:
                     logprobs = self._logprobs(row, row + 1)
             if i in rows.scored:
                 prompt_logprobs = self._logprobs(*rows.scored[i])
+            if broken := _first_broken(tokens, prompt_logprobs, item):
+                results.append(SlotResult(item.slot, item.epoch, error=broken))
+                continue
             results.append(SlotResult(item.slot, item.epoch, tokens, logprobs, prompt_logprobs))
         return results
 
@@ -93,3 +99,13 @@ class Runner:
             LogprobRow(token, logprob, rank, a["top_ids"][row, :top].tolist(), a["top_logprobs"][row, :top].tolist())
             for row, token, logprob, rank, top in rows
         ]
+
+
+def _first_broken(tokens: list[int], scored: list[LogprobRow] | None, item: PlanItem) -> str | None:
+    """What to tell of an item with a row whose logits are no numbers; None when it has none."""
+    places = [item.score_from + place + 1 for place, row in enumerate(scored or ()) if row.token < 0]
+    if tokens and tokens[0] < 0:
+        places.append(item.start + len(item.tokens))
+    if not places:
+        return None
+    return f"the model's logits for the token at position {places[0]} are no numbers (NaN or infinite): it cannot go on from this text"

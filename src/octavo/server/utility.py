@@ -45,10 +45,10 @@ async def tokenize(context: Context, http: Request) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     special = request.add_special_tokens
+    tools, options = free_json(request.tools, list[Json], "tools"), template_options(request)  # checked with a prompt too
     if request.messages is not None:
         messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
-        tools = free_json(request.tools, list[Json], "tools")
-        text = await llm.render(messages, tools=tools, **template_options(request))
+        text = await llm.render(messages, tools=tools, **options)
         ids = await encode(llm, text, "messages", special=bool(special), settings=context.settings)
     else:
         ids = await encode(llm, request.prompt or "", "prompt", special=special is not False, settings=context.settings)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.text.pretokenizers import pre_tokenizer
-from octavo.text.tokenizer import SPACE_MARK, Pieces, Tokenizer
+from octavo.text.tokenizer import SPACE_MARK, Pieces, Tokenizer, check_coverage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -59,6 +59,8 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         backend, add_bos, strips = _byte_level(metadata, vocab)
     else:
         backend, add_bos, strips = _sentencepiece(metadata, tokens, vocab, kinds)
+    pieces = Pieces.BYTE_LEVEL if model == "gpt2" else Pieces.SENTENCEPIECE
+    dropped = check_coverage(backend, pieces, "tokenizer.ggml.tokens")
     special = [i for i, kind in enumerate(kinds) if kind in (Kind.CONTROL, Kind.UNKNOWN)]
     defined = [i for i, kind in enumerate(kinds) if kind == Kind.USER_DEFINED]
     _add(backend, tokens, special, defined)
@@ -69,7 +71,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     ends += [i for i in special if tokens[i] in _END_TEXTS]
     return Tokenizer(
         backend,
-        pieces=Pieces.BYTE_LEVEL if model == "gpt2" else Pieces.SENTENCEPIECE,
+        pieces=pieces,
         vocab_size=len(tokens),
         added={i: tokens[i] for i in special + defined},
         special_ids=special,
@@ -81,6 +83,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         strip_first_space=strips,
         special_tokens={f"{role}_token": tokens[i] for role in ("bos", "eos", "unk", "pad") if (i := ids[role]) is not None},
         chat_template=_templates(metadata),
+        dropped=dropped,
     )
 
 

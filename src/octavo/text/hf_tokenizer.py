@@ -9,14 +9,22 @@
 """
 
 import json
+import os
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import CheckpointError, UnsupportedError
-from octavo.text.tokenizer import SPACE_MARK, Pieces, Tokenizer
+from octavo.errors import CheckpointError, UnsupportedError, shown
+from octavo.files import is_there, read_small
+from octavo.text.tokenizer import SPACE_MARK, Pieces, Tokenizer, check_coverage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+MAX_TOKENIZER = 1 << 28  # bytes of tokenizer.json; the largest real ones have 35 MB
+MAX_TEXT = 1 << 25  # bytes of any other file here
+MOST_IDS = 1 << 24  # ids are below this, and below a multiple of the number of entries: memory is taken for each
+HOLES, SPARE = 16, 1 << 16  # ids per entry, and ids that even the smallest vocabulary may have
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -36,13 +44,15 @@ def from_directory(path: Path) -> Tokenizer:
     added = backend.get_added_tokens_decoder()
     special_ids = {i for i, token in added.items() if token.special}
     special_ids.update(i for text in named.values() if (i := backend.token_to_id(text)) is not None and i in added)
+    size = _size(backend, path)
     pieces, strips = _decoding(backend, path)
+    dropped = check_coverage(backend, pieces, str(path / "tokenizer.json"))
     bos, eos = (backend.token_to_id(named[r]) if r in named else None for r in ("bos_token", "eos_token"))
     prefix, suffix = _around(backend)
     return Tokenizer(
         backend,
         pieces=pieces,
-        vocab_size=_size(backend, added),
+        vocab_size=size,
         added={i: token.content for i, token in added.items()},
         special_ids=special_ids,
         prefix=prefix,
@@ -52,6 +62,7 @@ def from_directory(path: Path) -> Tokenizer:
         strip_first_space=strips,
         special_tokens=named,
         chat_template=_template(path, config),
+        dropped=dropped,
     )
 
 
@@ -59,14 +70,18 @@ def _backend(path: Path) -> "Backend":
     from tokenizers import Tokenizer as Backend
 
     file = path / "tokenizer.json"
-    if not file.is_file():
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is not a directory")
-        if (path / "tokenizer.model").is_file():
-            raise UnsupportedError(f"{path} has a tokenizer.model only; a tokenizer.json is needed (transformers writes one: save_pretrained)")
-        raise CheckpointError(f"{path} has no tokenizer.json")
     try:
-        backend = Backend.from_file(str(file))
+        data = read_small(file, MAX_TOKENIZER)
+    except FileNotFoundError:
+        if not os.path.isdir(path):
+            raise CheckpointError(f"{path} is not a directory") from None
+        if is_there(path / "tokenizer.model"):
+            raise UnsupportedError(
+                f"{path} has a tokenizer.model only; a tokenizer.json is needed (transformers writes one: save_pretrained)"
+            ) from None
+        raise CheckpointError(f"{path} has no tokenizer.json") from None
+    try:
+        backend = Backend.from_buffer(data)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
     backend.no_truncation()  # a file may carry settings of its training
@@ -75,15 +90,26 @@ def _backend(path: Path) -> "Backend":
 
 
 def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    text = _text(file)
+    if text is None:
         return {}
     try:
-        value = json.loads(file.read_text("utf-8"))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _text(file: Path) -> str | None:
+    """A text file, or None where there is none."""
+    try:
+        return read_small(file, MAX_TEXT).decode()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def _content(token: object) -> str | None:
@@ -153,20 +179,27 @@ def _around(backend: "Backend") -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     tokenizer_config.json's add_bos_token and add_eos_token are for files without one; transformers 5 ignores them too.
     """
-    inner = backend.encode("a", add_special_tokens=False).ids
-    outer = backend.encode("a", add_special_tokens=True).ids
+    try:
+        inner = backend.encode("a", add_special_tokens=False).ids
+        outer = backend.encode("a", add_special_tokens=True).ids
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"tokenizer.json cannot tokenize 'a': {error}") from error
     for at in range(len(outer) - len(inner) + 1):
         if outer[at : at + len(inner)] == inner:
             return tuple(outer[:at]), tuple(outer[at + len(inner) :])
     raise UnsupportedError("tokenizer.json has a post-processor that changes the text's own tokens")
 
 
-def _size(backend: "Backend", added: dict[int, Any]) -> int:
-    """One more than the largest id."""
-    base = backend.get_vocab_size(with_added_tokens=False)
-    if base and backend.id_to_token(base - 1) is None:  # ids with holes
-        base = max(backend.get_vocab(with_added_tokens=False).values()) + 1
-    return max([base, *(i + 1 for i in added)])
+def _size(backend: "Backend", path: Path) -> int:
+    """One more than the largest id. Raises: CheckpointError for an id that no vocabulary of so many entries has."""
+    vocab = backend.get_vocab(with_added_tokens=True)
+    if not vocab:
+        return 0
+    text, last = max(vocab.items(), key=itemgetter(1))
+    limit = min(MOST_IDS, HOLES * len(vocab) + SPARE)
+    if last >= limit:
+        raise CheckpointError(f"{path}: the token {shown(text)} has the id {last}; ids of {len(vocab)} tokens must be below {limit}")
+    return last + 1
 
 
 def _template(path: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
@@ -185,14 +218,11 @@ def _template(path: Path, config: dict[str, Any]) -> str | dict[str, str] | None
     separate = _json(path / "chat_template.json").get("chat_template")
     if isinstance(separate, str):
         found["default"] = separate
-    for name, file in [("default", path / "chat_template.jinja")] + [
-        (more.stem, more) for more in sorted((path / "additional_chat_templates").glob("*.jinja"))
-    ]:
-        if file.is_file():
-            try:
-                found[name] = file.read_text("utf-8")
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
+    if (text := _text(path / "chat_template.jinja")) is not None:
+        found["default"] = text
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        if (text := _text(file)) is not None:
+            found[file.stem] = text
     if not found:
         return None
     return found["default"] if list(found) == ["default"] else found

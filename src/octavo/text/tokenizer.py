@@ -5,6 +5,7 @@ own and goes by bytes: a token is a byte string, a text is the UTF-8 decoding of
 So a streamed text (engine/detokenize.py) and a text decoded at once are the same by construction.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -65,11 +66,12 @@ class Tokenizer:
         strip_first_space: bool = False,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
+        dropped: tuple[int, ...] = (),
     ) -> None:
         """``added`` tokens are spelled as they are, never in the vocabulary's byte spelling.
 
         ``prefix`` and ``suffix`` are what ``add_special_tokens`` adds. ``strip_first_space``: SentencePiece put a
-        space before the text, which decoding takes away again.
+        space before the text, which decoding takes away again. ``dropped``: bytes that have no token, so that text loses them.
         """
         self._backend = backend
         self._literal: Backend | None = None
@@ -86,6 +88,7 @@ class Tokenizer:
         self.strip_first_space = strip_first_space
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.dropped = dropped
 
     # text → ids
 
@@ -102,6 +105,8 @@ class Tokenizer:
             encoding = _encode(self._backend if parse_special else self._plain(), text)
         except (UnicodeEncodeError, TypeError):
             raise _not_text(text) from None
+        except Exception as error:  # the library raises bare Exception, say for a character that a vocabulary without an unk_token lacks
+            raise InvalidRequest(f"the text cannot be tokenized: {error}", "prompt") from error
         ids: list[int] = encoding.ids
         if add_special_tokens:
             if self.prefix and tuple(ids[: len(self.prefix)]) != self.prefix:
@@ -185,6 +190,37 @@ def _encode(backend: "Backend", text: str) -> Any:
     return backend.encode(text, add_special_tokens=False)
 
 
+# UTF-8 never has these bytes.
+_NEVER = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
+# Control characters, and the first bytes of planes without an assigned character: SmolLM2's vocabulary, for one, lacks some.
+_RARE = frozenset([*range(0x20), 0x7F, 0xF1, 0xF2, 0xF4]).difference(b"\t\n\r")
+
+
+def check_coverage(backend: "Backend", pieces: Pieces, where: str) -> tuple[int, ...]:
+    """Whether texts have tokens: BPE drops in silence what its vocabulary lacks, unless it has an unknown token.
+
+    Returns the bytes that it drops, which are control characters and the like (Tokenizer.dropped).
+    Raises: CheckpointError naming another byte, or the rule, that is missing.
+    """
+    model = backend.model
+    if type(model).__name__ != "BPE":
+        return ()  # the others fail on what they do not know
+    unknown = model.unk_token
+    if unknown is not None and model.token_to_id(unknown) is not None:
+        return ()
+    if pieces is Pieces.BYTE_LEVEL:
+        spelling = {b: chr(c) for c, b in _BYTE_OF_CHAR.items()}
+    elif model.byte_fallback:
+        spelling = {b: text for text, (b,) in _BYTE_PIECES.items()}
+    else:
+        raise CheckpointError(f"{where}: characters that no token covers would be dropped: it has neither byte_fallback nor an unk_token")
+    missing = sorted(b for b, text in spelling.items() if b not in _NEVER and model.token_to_id(text) is None)
+    for byte in missing:
+        if byte not in _RARE:
+            raise CheckpointError(f"{where}: there is no token for the byte 0x{byte:02X} ({spelling[byte]!r}): texts would lose it in silence")
+    return tuple(missing)
+
+
 def load_tokenizer(path: str | Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer:
     """The tokenizer of a model directory (Hugging Face layout), or of a GGUF file, whose ``metadata`` the caller has read.
 
@@ -196,7 +232,7 @@ def load_tokenizer(path: str | Path, metadata: Mapping[str, Any] | None = None) 
     if metadata is not None:
         return from_gguf(metadata)
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise CheckpointError(f"{path} is not a directory with a tokenizer.json (a GGUF file's tokenizer is in its metadata)")
     return from_directory(path)
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from octavo.errors import CheckpointError, UnsupportedError
+from octavo.files import is_there, read_small
 from octavo.quant import ggml
 from octavo.weights.gguf import GgufFile
 from octavo.weights.hub import NO_PICKLE, PICKLES
@@ -109,7 +110,7 @@ class HfCheckpoint(Checkpoint):
         super().__init__(path)
         self.config = read_json(path / "config.json")
         generation = path / "generation_config.json"
-        self.generation_config: dict[str, Any] = read_json(generation) if generation.exists() else {}
+        self.generation_config: dict[str, Any] = read_json(generation) if is_there(generation) else {}
         try:
             self._open_files()
         except BaseException:
@@ -118,15 +119,21 @@ class HfCheckpoint(Checkpoint):
 
     def _open_files(self) -> None:
         index = self.path / INDEX
-        if (self.path / SINGLE).exists():  # transformers, too, prefers it to an index beside it
+        if is_there(self.path / SINGLE):  # transformers, too, prefers it to an index beside it
             self._add(SafetensorsFile(self.path / SINGLE))
-        elif index.exists():
+        elif is_there(index):
             self._open_shards(index)
         else:
-            found = sorted(f.name for f in self.path.iterdir() if f.suffix in (".safetensors", *PICKLES))
+            found = self._weight_files()
             if any(name.endswith(PICKLES) for name in found):
                 raise UnsupportedError(f"{self.path} holds {', '.join(found[:4])} but no {SINGLE}: {NO_PICKLE}")
             raise CheckpointError(f"{self.path} has neither {SINGLE} nor {INDEX}" + (f"; it holds {', '.join(found[:4])}" if found else ""))
+
+    def _weight_files(self) -> list[str]:
+        try:
+            return sorted(f.name for f in self.path.iterdir() if f.suffix in (".safetensors", *PICKLES))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from None
 
     def _open_shards(self, index: Path) -> None:
         places = read_json(index).get("weight_map")
@@ -136,7 +143,7 @@ class HfCheckpoint(Checkpoint):
             if not isinstance(shard, str) or not shard.endswith(".safetensors") or "/" in shard or "\\" in shard or "\0" in shard:
                 raise CheckpointError(f"{index}: tensor {tensor!r} is placed in {reprlib.repr(shard)}, no .safetensors file of this directory")
         for shard in sorted(set(places.values())):
-            if not (self.path / shard).exists():
+            if not is_there(self.path / shard):
                 missing = sum(place == shard for place in places.values())
                 raise CheckpointError(f"{self.path} lacks the shard {shard}, which holds {missing} of {len(places)} tensors")
             self._add(SafetensorsFile(self.path / shard))
@@ -156,7 +163,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> GgufCheckpoint | HfCheckpoi
     Cost: reads headers only. Raises: CheckpointError, UnsupportedError (pickles, split GGUF files).
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return HfCheckpoint(path)
     if path.suffix.lower() in PICKLES:
         raise UnsupportedError(f"{path}: {NO_PICKLE}")
@@ -168,14 +175,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> GgufCheckpoint | HfCheckpoi
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model's directory. Raises: CheckpointError when it is missing, too large or damaged."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON + 1)
+        data = read_small(path, MAX_JSON)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if len(data) > MAX_JSON:
-        raise CheckpointError(f"{path} has more than {MAX_JSON} bytes")
     return parse_json(data, str(path))
 
 

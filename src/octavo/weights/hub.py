@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedError, shown
+from octavo.files import is_there
 
 # what is being done, bytes done, bytes in all (None: unknown). May be called from another thread.
 Progress = Callable[[str, int, int | None], None]
@@ -35,6 +36,7 @@ _PATTERNS = [
     "model.safetensors.index.json",
     "model-*-of-*.safetensors",
 ]
+LONGEST_PATH = 4095  # Linux's limit
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)/([\w./-]+\.gguf)")
 
@@ -89,27 +91,37 @@ def cached_short_name(name: str) -> Path | None:
     return path if _size(path) == SHORT_NAMES[name].size else None
 
 
-def resolve(model: str | os.PathLike[str], revision: str | None = None, progress: Progress | None = None) -> Path:
+def resolve(model: str | os.PathLike[str], revision: str | None = None, progress: Progress | None = None, *, setting: str = "model") -> Path:
     """Find a model, fetching it if need be. → a directory in Hugging Face layout, or a GGUF file.
 
     A short name wins over a directory of the same name (write ./smollm2 for that), a path that exists over a Hub id.
     ``revision`` is a branch, tag or commit of a Hub repository. ``owner/name/file.gguf`` is one file of a repository.
+    ``setting`` is what an error blames.
 
     Raises: CheckpointError when there is no such model or it cannot be fetched, UnsupportedError for pickles,
     ConfigError when a revision is given for anything but a Hub id.
     """
-    text = os.fspath(model)
+    try:
+        return _resolve(os.fspath(model), revision, progress)
+    except OctavoError as error:
+        if setting == "model" or error.param != "model":
+            raise
+        message = error.message.removeprefix("model ")
+        raise type(error)(f"{setting}{' ' if message != error.message else ': '}{message}", setting) from error.__cause__
+
+
+def _resolve(text: str, revision: str | None, progress: Progress | None) -> Path:
     if text in SHORT_NAMES:
         _no_revision(revision, f"the short name {text!r}, which is one pinned file")
         return cached_short_name(text) or pull(text, progress=progress)
-    path = Path(text).expanduser()
-    if text and path.exists():
+    path = _path(text)
+    if text and is_there(path):
         _no_revision(revision, f"the local path {text!r}")
         return _local(path)
     if text.lower().endswith(PICKLES):
         raise UnsupportedError(f"model {text!r}: {NO_PICKLE}", "model")
     file = _HUB_FILE.fullmatch(text)
-    if file and ".." not in text and not path.parent.exists():
+    if file and ".." not in text and not is_there(path.parent):
         return _from_hub(file[1], revision, progress, file[2])
     if _looks_like_path(text):
         raise CheckpointError(f"model {text!r} looks like a path, but there is no such file or directory (from {Path.cwd()})", "model")
@@ -138,6 +150,15 @@ def pull(model: str, revision: str | None = None, progress: Progress | None = No
 
 def _silent(what: str, done: int, total: int | None) -> None:
     """No progress bar."""
+
+
+def _path(text: str) -> Path:
+    if "\0" in text or len(text) > LONGEST_PATH:
+        raise CheckpointError(f"model {shown(text)} is no path and no name: {len(text)} characters, or a NUL among them", "model")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # a ~user that does not exist
+        raise CheckpointError(f"model {text!r}: {error}", "model") from None
 
 
 def _short_name(name: str) -> ShortName:
@@ -169,13 +190,13 @@ def _looks_like_path(text: str) -> bool:
 
 def _local(path: Path) -> Path:
     """A directory or a file that exists. A directory that holds nothing but one GGUF file means that file."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         if path.suffix.lower() in PICKLES:
             raise UnsupportedError(f"{path}: {NO_PICKLE}", "model")
         if path.suffix.lower() == ".safetensors":
             raise CheckpointError(f"{path} holds weights only: give the directory that holds it, with config.json and tokenizer.json", "model")
         return path
-    if (path / "config.json").exists():
+    if is_there(path / "config.json"):
         return path
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import CheckpointError
+from octavo.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,13 +20,13 @@ class MappedFile:
     after ``close``, which then only drops this object's own hold. A file that is cut after it was opened is out of
     scope: the kernel answers a read beyond its end with SIGBUS.
 
-    Raises: CheckpointError when the file is missing, unreadable or empty.
+    Raises: CheckpointError when the file is missing, unreadable, empty or no regular file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size == 0:
                     raise CheckpointError(f"{self.path} is empty")
