@@ -37,7 +37,10 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # requests running at once
     max_num_batched_tokens: int = 512  # tokens computed in one step; smaller than max_num_seqs is legal
     max_model_len: int = 8192  # resolved
-    policy: str = "fcfs"  # fcfs | priority
+    policy: str = "fcfs"  # fcfs | priority | lpm | fair
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # fair: shares of tenants; 1 for those not named
+    admission: str = "optimistic"  # optimistic: what fits now; predicted: what fits at the expected peak
+    target_itl_ms: float | None = None  # milliseconds that a step may take while somebody decodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,9 +78,11 @@ class Engine:
 class Watcher:
     def __init__(self) -> None:
         self.heard: list[Any] = []
+        self.tenants: list[str] = []
 
-    def arrived(self, sequences: Any, num_prompt: int, params: SamplingParams, arrival: float) -> None:
+    def arrived(self, sequences: Any, num_prompt: int, params: SamplingParams, arrival: float, tenant: str) -> None:
         self.heard.append(("arrived", list(sequences), num_prompt))
+        self.tenants.append(tenant)
 
     def batch(self, batch: m.Batch, now: float) -> None:
         self.heard.append(("batch", [d.request_id for d in batch.deltas]))
@@ -305,10 +307,14 @@ def test_errors_of_one_request() -> None:
         for bad, words in impossible:
             with pytest.raises(InvalidRequest, match=words):
                 llm.generate(prompt(), bad)  # type: ignore[arg-type]
-        for urgency in (2**63, -(2**63) - 1, True, "1", 0.5):
+        for urgency in (2**63, -(2**63) - 1, True, "1", 0.5, 1):  # 1: first come, first served
             with pytest.raises(InvalidRequest) as caught:
                 llm.generate(prompt(), SamplingParams(), priority=urgency)  # type: ignore[arg-type]
             assert caught.value.param == "priority"
+        for tenant in (None, 5, "x" * 257, "\udc80"):
+            with pytest.raises(InvalidRequest) as caught:
+                llm.generate(prompt(), SamplingParams(), tenant=tenant)  # type: ignore[arg-type]
+            assert caught.value.param == "tenant"
         for name in ("", 5):
             with pytest.raises(InvalidRequest, match="request_id"):
                 llm.generate(prompt(), SamplingParams(), request_id=name)  # type: ignore[arg-type]
@@ -316,7 +322,9 @@ def test_errors_of_one_request() -> None:
             with pytest.raises(kind):
                 await read(llm.generate(given, SamplingParams()))
         assert llm.num_open == llm._board.preparing == 0 and not engine.told
-        news = llm.generate(prompt(), SamplingParams(max_tokens=10**50), priority=2**63 - 1)
+        llm.listeners.append(Watcher())
+        news = llm.generate(prompt(), SamplingParams(max_tokens=10**50), priority=0, tenant="team")
+        assert [message.tenant for message in engine.told if isinstance(message, m.Add)] == ["team"] and llm.listeners[0].tenants == ["team"]
         engine.step(Delta(engine.ids[0], finish_reason="error", error="why"))
         sample = (await read(news))[-1].outputs[0]
         assert (sample.finish_reason, sample.stop_reason) == ("error", "why")

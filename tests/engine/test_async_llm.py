@@ -14,6 +14,7 @@ from octavo import LLM, AsyncLLM, ContextTooLong, InvalidRequest, RequestOutput,
 pytestmark = pytest.mark.skipif(not native_is_here(), reason="the native library is not built here")
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_kv_blocks": 24, "max_num_seqs": 12, "max_num_batched_tokens": 64, "max_model_len": 256, "num_threads": 1, "seed": 7,
+    "scheduling_policy": "priority",
 }
 
 

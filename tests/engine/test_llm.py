@@ -143,6 +143,8 @@ def close(a: list[RequestOutput], b: list[RequestOutput], exact: bool) -> None:
 @pytest.mark.parametrize("settings", [
     {"max_num_batched_tokens": 1}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 8, "max_model_len": 100}, {"max_num_seqs": 1},
     {"num_kv_blocks": 8, "max_model_len": 100, "max_num_batched_tokens": 20, "scheduling_policy": "priority"},
+    {"num_kv_blocks": 8, "max_model_len": 100, "scheduling_policy": "fair", "tenant_weights": "a=2"},
+    {"num_kv_blocks": 8, "max_model_len": 100, "scheduling_policy": "lpm", "admission": "predicted", "target_itl_ms": 0.001},
 ])
 def test_the_same_answers_however_the_work_is_cut(folder: str, llm: LLM, settings: dict[str, Any]) -> None:
     backend = llm.config.runner.backend
@@ -151,7 +153,7 @@ def test_the_same_answers_however_the_work_is_cut(folder: str, llm: LLM, setting
     want = [run(llm, [p], [s])[0] for p, s in zip(prompts, params)]
     with make(folder, backend, **settings) as other:
         got = run(other, prompts, params)
-        assert (other.num_preemptions > 0) == ("num_kv_blocks" in settings)
+        assert (other.num_preemptions > 0) == ("num_kv_blocks" in settings and "admission" not in settings)
         assert sum(out.metrics.preemptions for out in got) == other.num_preemptions
     close(want, got, exact=backend == "native")
     assert any(len(out.outputs[0].token_ids) == 18 for out in want)
@@ -281,7 +283,7 @@ def test_prompt_shapes(llm: LLM) -> None:
     for prompts in ([text], {"prompt": text}, [{"prompt": text}], tokens, [tokens], {"prompt_token_ids": tokens}, (text,)):
         assert ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == ids(by_text)
     assert llm.generate([], GREEDY) == []
-    two = llm.generate([text, tokens], [GREEDY, SamplingParams(temperature=0, max_tokens=2)], use_tqdm=False, priority=[1, 0])
+    two = llm.generate([text, tokens], [GREEDY, SamplingParams(temperature=0, max_tokens=2)], use_tqdm=False, priority=[0, 0])
     assert [len(o.outputs[0].token_ids) for o in two] == [20, 2] and two[1].prompt is None
 
 
@@ -371,9 +373,28 @@ def test_bad_input_runs_nothing_and_the_engine_goes_on(llm: LLM, prompts: Any, p
 
 
 def test_bad_priority(llm: LLM) -> None:
-    for bad in ("1", True, [1, 2], 1.5):
+    for bad in ("1", True, [1, 2], 1.5, 2**63):
         with pytest.raises(InvalidRequest, match="priority"):
             llm.generate([[1]], GREEDY, priority=bad)
+    with pytest.raises(InvalidRequest, match=r"priority is 3, and this engine serves first come, first served.*scheduling_policy"):
+        llm.generate([[1], [2]], GREEDY, priority=[0, 3])
+
+
+def test_tenants_reach_the_scheduler(folder: str) -> None:
+    with make(folder, "native", scheduling_policy="fair", max_num_seqs=1) as llm:
+        core, told = llm._engine.core, []
+        add = core.add
+        core.add = lambda request: (told.append(request.tenant), add(request))[1]
+        llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False, tenant=["a", "b", "a"])
+        llm.generate([1], GREEDY, use_tqdm=False, tenant="c")
+        llm.generate([1], GREEDY, use_tqdm=False)
+        assert told == ["a", "b", "a", "c", ""]
+        for bad, words in (([1], "tenant must be str"), (["a", "b"], "2 entries for 1"), (5, "tenant"), ("x" * 257, "257 char"),
+                           ("\ud800", "surrogate")):
+            with pytest.raises(InvalidRequest, match=words) as caught:
+                llm.generate([[1]], GREEDY, tenant=bad)
+            assert caught.value.param == "tenant"
+        assert not core.has_work
 
 
 def idle(llm: LLM) -> None:

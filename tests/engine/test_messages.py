@@ -35,7 +35,7 @@ def test_requests_cross_with_all_that_the_engine_reads() -> None:
         stop_token_ids=[5, 6], ignore_eos=True, max_tokens=9, min_tokens=3, logprobs=2, prompt_logprobs=1, logit_bias={"3": 1.5},
         allowed_token_ids=[3, 4, 5, 7],
     )
-    sent = inputs().requests("a", Prompt("text", [1, 2, 3], "salt"), params, ((7,), (8, 9)), arrival=1.25, priority=-4)
+    sent = inputs().requests("a", Prompt("text", [1, 2, 3], "salt"), params, ((7,), (8, 9)), arrival=1.25, priority=-4, tenant="team é")
     came = crossed(sent)
     assert [r.id for r in came] == ["a/0", "a/1", "a/2"] and len({r.seed for r in came}) == 3 and came[0].seed == 2**64 - 1
     for before, after in zip(sent, came, strict=True):
@@ -45,7 +45,7 @@ def test_requests_cross_with_all_that_the_engine_reads() -> None:
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "stop_token_ids",
                      "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"):
             assert getattr(after.params, name) == getattr(before.params, name), name
-    assert [r.params.prompt_logprobs for r in came] == [1, None, None]
+    assert [r.params.prompt_logprobs for r in came] == [1, None, None] and {r.tenant for r in came} == {"team é"}
 
 
 def test_text_stays_behind() -> None:
@@ -65,6 +65,12 @@ def test_off_stays_off() -> None:
     params = SamplingParams(top_k=-1, logprobs=-1)
     (came,) = crossed(inputs().requests("a", Prompt(None, [1]), params, (), arrival=0.0))
     assert (came.params.top_k, came.params.logprobs, came.params.prompt_logprobs) == (-1, -1, None)
+
+
+def test_the_settings_of_the_scheduler_cross() -> None:
+    scheduler = SchedulerConfig(policy="fair", tenant_weights=(("a", 2.0), ("b", 0.5)), admission="predicted", target_itl_ms=40.0)
+    boot = m.Boot(Config(CONFIG.model, CONFIG.kv, scheduler, CONFIG.runner), "ipc://x", None)
+    assert m.decode_boot(m.encode(boot)) == boot
 
 
 @pytest.mark.parametrize("message", [

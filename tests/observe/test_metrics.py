@@ -131,6 +131,32 @@ def test_every_end_is_counted_and_nothing_is_kept() -> None:
     assert (got["request_params_n_count"], got["request_params_n_sum"]) == (1, 5)
 
 
+def test_tokens_are_counted_by_tenant() -> None:
+    metrics = made()
+    for name, tenant in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "")):
+        metrics.arrived([name], 4, SamplingParams(), 0.0, tenant)
+        metrics.batch(step(1, 2, 4, [Delta(name, [1, 2, 3])]), 2)
+    got = samples(metrics)
+    for tenant, times in (("x", 2), ("y", 1), ("(none)", 1)):
+        assert got[f"tenant_prompt_tokens_total{{tenant={tenant}}}"] == 4 * times
+        assert got[f"tenant_generation_tokens_total{{tenant={tenant}}}"] == 3 * times
+
+
+def test_however_many_tenants_there_are_labels_are_few() -> None:
+    config = replace(CONFIG, scheduler=SchedulerConfig(tenant_weights=(("named", 2.0),)))
+    metrics = m.Metrics("octavo-test", config)
+    for place in range(1000):
+        metrics.arrived([f"r{place}"], 1, SamplingParams(), 0.0, f"tenant {place}")
+        metrics.batch(step(1, 2, 1, [Delta(f"r{place}", [1])]), 2)
+        metrics.ended(f"r{place}", "stop", 2)
+    metrics.arrived(["last"], 1, SamplingParams(), 0.0, "named")
+    metrics.batch(step(1, 2, 1, [Delta("last", [1])]), 2)
+    got = {name: value for name, value in samples(metrics).items() if name.startswith("tenant_prompt_tokens_total")}
+    assert len(got) == m.MOST_TENANTS + 1 and sum(got.values()) == 1001
+    assert got["tenant_prompt_tokens_total{tenant=named}"] == 1 and got["tenant_prompt_tokens_total{tenant=tenant 0}"] == 1
+    assert got["tenant_prompt_tokens_total{tenant=(other)}"] == 1000 - (m.MOST_TENANTS - 2)
+
+
 def test_a_preempted_sequence_keeps_its_first_times() -> None:
     metrics = made()
     metrics.arrived(["a"], 4, SamplingParams(), 0.0)

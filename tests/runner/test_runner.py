@@ -138,6 +138,32 @@ def test_scored_rows_and_sampled_rows_in_one_step() -> None:
     assert last[1].tokens == [next_token([*b, want])]
 
 
+def test_a_broken_row_ends_its_request_and_no_other() -> None:
+    """Sampled or scored; the slot stays usable for a plan that was made before anybody knew."""
+    runner, program = make()
+    whole, sample = program.sample, set()
+
+    def breaking() -> None:
+        whole()
+        program.a["out_token"][list(sample)] = -1
+
+    program.sample = breaking
+    first = [
+        item(0, 0, [3, 4], True, init=start([3, 4], logprobs=1, repetition_penalty=2.0, bad_words=["x"]), blocks=(1,)),
+        item(1, 0, [3, 4], True, init=start([3, 4]), blocks=(2,)),
+    ]
+    sample.add(0)
+    broken, fine = runner.execute(StepPlan(0, first)).slots
+    assert broken.error is not None and "position 2 are no numbers" in broken.error and not broken.tokens and broken.logprobs is None
+    assert fine.error is None and fine.tokens == [next_token([3, 4])]
+    sample.clear()
+    again = runner.execute(StepPlan(1, [item(0, 2, [-1], True), item(1, 2, [-1], True)])).slots
+    assert again[1].tokens == [next_token([3, 4, *fine.tokens])]
+    scoring = item(2, 0, [5, 6, 7], True, init=start([5, 6, 7], prompt_logprobs=0), blocks=(3,), score=(0, 2))
+    sample.add(1)
+    assert "position 2 are no numbers" in (runner.execute(StepPlan(2, [scoring])).slots[0].error or "")
+
+
 def test_all_alternatives() -> None:
     runner, _ = make(max_logprobs=-1)
     row = runner.execute(StepPlan(number=0, items=[item(0, 0, [1], True, init=start([1], logprobs=-1), blocks=(0,))])).slots[0].logprobs[0]

@@ -1,5 +1,7 @@
 """A state machine drives kv + scheduler + SimExecutor through random histories; everything is checked after each action."""
 
+import zlib
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from octavo.core.step import StepPlan, StepResult
 from octavo.errors import ContextTooLong
 from octavo.kv.manager import KvManager
 from octavo.observe.events import Admitted, Event, Finished, Preempted
-from octavo.scheduler.policy import make_policy
+from octavo.scheduler.policy import POLICIES, FairShare, LongestPrefix, make_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
 
@@ -46,18 +48,22 @@ class Machine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 3, 4]),
         seqs=st.integers(1, 4),
         budget=st.integers(1, 9),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(POLICIES),
+        admission=st.sampled_from(["optimistic", "predicted"]),
         lookahead=st.sampled_from([0, 0, 2]),
         caching=st.sampled_from([True, True, False]),
     )
-    def start(self, blocks: int, block_size: int, seqs: int, budget: int, policy: str, lookahead: int, caching: bool) -> None:
+    def start(
+        self, blocks: int, block_size: int, seqs: int, budget: int, policy: str, admission: str, lookahead: int, caching: bool,
+    ) -> None:
         self.kv = KvManager(blocks, block_size, prefix_caching=caching)
         self.budget_now, self.full_budget, self.lookahead = budget, budget, lookahead
         self.allowed = True
+        self.now = self.salt = 0
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN),
+            SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN, admission=admission),
             self.kv,
-            make_policy(policy),
+            make_policy(policy, cached_tokens=lambda r: zlib.crc32(b"%d" % (r.seed + self.salt)) % len(r.tokens), weights={"a": 3.0}),
             admission=[lambda request: self.allowed],
             lookahead=lookahead,
             budget=lambda now: self.budget_now,
@@ -77,6 +83,7 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         min_tokens=st.integers(0, 6),
         priority=st.integers(-1, 1),
+        tenant=st.sampled_from(["", "a", "b"]),
         seed=st.integers(0, 2**64 - 1),
         eos=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         stop=st.lists(st.integers(0, VOCAB - 1), max_size=1),
@@ -87,7 +94,7 @@ class Machine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
-        self, length: int, max_tokens: int, min_tokens: int, priority: int, seed: int, eos: set[int], stop: list[int],
+        self, length: int, max_tokens: int, min_tokens: int, priority: int, tenant: str, seed: int, eos: set[int], stop: list[int],
         ignore_eos: bool, prompt_logprobs: int | None, kind: int, salt: str, n: int,
     ) -> None:  # fmt: skip
         prompt = [(kind + i * i) % VOCAB for i in range(length)]  # so many begin alike
@@ -99,8 +106,8 @@ class Machine(RuleBasedStateMachine):
                 prompt_logprobs=None if index else prompt_logprobs, logprobs=1,
             )  # fmt: skip
             request = Request(
-                name, prompt, params, length + max_tokens, frozenset(eos), (seed + index) % 2**64, priority=priority, cache_salt=salt,
-                fork_of=first if index else "",
+                name, prompt, params, length + max_tokens, frozenset(eos), (seed + index) % 2**64, self.now, priority, tenant,
+                cache_salt=salt, fork_of=first if index else "",
             )
             self.requests[name] = request
             if length > self.kv.capacity:
@@ -130,6 +137,11 @@ class Machine(RuleBasedStateMachine):
     def reset_cache(self) -> None:
         cached, free = self.kv.ledger().cached, self.kv.ledger().free
         assert self.kv.reset_cache() == cached and self.kv.ledger().free == free + cached and self.kv.ledger().cached == 0
+
+    @rule(seconds=st.integers(0, 60), salt=st.integers(0, 5))
+    def time_passes(self, seconds: int, salt: int) -> None:
+        self.now += seconds
+        self.salt = salt  # the cache holds other things now
 
     @rule(allowed=st.booleans())
     def change_admission(self, allowed: bool) -> None:
@@ -208,6 +220,19 @@ class Machine(RuleBasedStateMachine):
             assert ledger.live + ledger.cached + ledger.free == ledger.total == self.kv.pool.num_blocks
             assert self.scheduler.has_unfinished == bool(self.live)
             assert len(self.scheduler.running) <= self.full_budget
+            self.check_policy()
+
+    def check_policy(self) -> None:
+        """The queue is in the policy's order, restated by sorting; nothing is kept of who has ended."""
+        policy, waiting = self.scheduler.policy, self.scheduler.waiting
+        queue = list(waiting)
+        known = self.live - {r.id for parked in self.scheduler._parked.values() for r in parked}  # the others have not arrived for it
+        assert queue == sorted(queue, key=policy.place) and waiting.first() is (queue[0] if queue else None)
+        if isinstance(policy, FairShare):
+            assert policy._of.keys() == known and set(waiting.groups) == {policy.group(r) for r in queue}
+            assert all(account.open == sum(policy._of[name] is account for name in known) for account in policy._accounts.values())
+        if isinstance(policy, LongestPrefix):
+            assert policy._hits.keys() == known
 
     def check_cache(self) -> None:
         """What is found under a key is what was hashed into it; no parent goes before its child; salts do not meet."""

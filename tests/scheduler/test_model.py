@@ -4,6 +4,8 @@ With a cache the model says who may share what by text alone: a block's worth of
 and in the cache until it was used longest ago of all that nobody holds.
 """
 
+from collections.abc import Callable
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +13,7 @@ from octavo.config import SchedulerConfig
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
 from octavo.kv.manager import KvManager
-from octavo.scheduler.policy import make_policy
+from octavo.scheduler.policy import POLICIES, make_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
 
@@ -25,13 +27,20 @@ class Block:
         self.text: tuple[int, ...] | None = None
         self.stamp = 0  # when it was given up last
 
+WEIGHTS = {"": 1.0, "a": 2.0, "b": 0.5}  # by which division is exact
+PACE = 2  # seconds from step to step
+Case = tuple[int, int, int, str, bool, list[tuple[int, int, int, str, int, int]], list[int]]
+
 
 class Seq:
     """One request of the model."""
 
-    def __init__(self, name: str, order: int, prompt: list[int], end: int, urgency: int) -> None:
-        self.name, self.order, self.end, self.urgency = name, order, end, urgency
+    def __init__(self, name: str, order: int, prompt: list[int], end: int, priority: int, tenant: str, arrival: int) -> None:
+        self.name, self.order, self.end, self.priority, self.tenant, self.arrival = name, order, end, priority, tenant, arrival
         self.text = list(prompt)  # tokens that it has
+        self.prompt = len(prompt)
+        self.hit = 0  # what the cache held of it when last asked
+        self.fresh = True  # never admitted
         self.done = 0  # tokens computed
         self.blocks: list[Block] = []
         self.sealed = 0  # blocks that others may find
@@ -46,10 +55,32 @@ class Seq:
 class Model:
     """The rule, as one would say it."""
 
-    def __init__(self, seqs: list[Seq], blocks: int, size: int, places: int, caching: bool) -> None:
-        self.seqs, self.total, self.size, self.places, self.caching = seqs, blocks, size, places, caching
+    def __init__(self, policy: str, blocks: int, size: int, places: int, caching: bool) -> None:
+        self.policy, self.total, self.size, self.places, self.caching = policy, blocks, size, places, caching
+        self.seqs: list[Seq] = []
         self.turns = self.stamps = 0
         self.kept: list[Block] = []  # what can be found
+        self.served = dict.fromkeys(WEIGHTS, 0.0)  # tenant → weighted tokens over weight
+        self.last_waited: str | None = None
+
+    def arrive(self, s: Seq, cached: int) -> None:
+        waiting = {other.tenant for other in self.in_state("waiting")}
+        if s.tenant not in waiting:
+            if waiting:
+                self.served[s.tenant] = max(self.served[s.tenant], min(self.served[tenant] for tenant in waiting))
+            elif self.last_waited is not None:
+                self.served[s.tenant] = max(self.served[s.tenant], self.served[self.last_waited])
+        s.hit = cached
+        self.seqs.append(s)
+
+    def urgency(self, s: Seq) -> float:
+        return {"fcfs": 0.0, "lpm": 0.0, "priority": s.priority, "fair": self.served[s.tenant]}[self.policy]
+
+    def place(self, s: Seq) -> tuple[float, int]:
+        value = {
+            "fcfs": 0.0, "priority": s.priority + s.arrival / 30, "lpm": s.arrival - s.hit / 64, "fair": self.served[s.tenant],
+        }[self.policy]
+        return value, s.order
 
     def live(self) -> set[Block]:
         return {block for s in self.seqs for block in s.blocks}
@@ -102,7 +133,7 @@ class Model:
     def in_state(self, state: str) -> list[Seq]:
         return [s for s in self.seqs if s.state == state]
 
-    def step(self, budget: int) -> dict[str, tuple[int, int, bool]]:
+    def step(self, budget: int, cached: Callable[[str], int]) -> dict[str, tuple[int, int, bool]]:
         """Name → (first position, tokens, samples?)."""
         part: dict[Seq, int] = {}
         seen: set[Seq] = set()
@@ -112,15 +143,12 @@ class Model:
                 break
             fewest = min(s.known - s.done for s in rest)
             rest = [s for s in rest if s.known - s.done == fewest]
-            most_urgent = min(s.urgency for s in rest)
-            s = min((s for s in rest if s.urgency == most_urgent), key=lambda s: s.turn)
+            most_urgent = min(self.urgency(s) for s in rest)
+            s = min((s for s in rest if self.urgency(s) == most_urgent), key=lambda s: s.turn)
             seen.add(s)
             count = min(fewest, budget)
             while s.state == "running" and self.need(s.done + count) > len(s.blocks) + self.available():
-                loser = self.in_state("running")[0]
-                for other in self.in_state("running"):
-                    if other.urgency > loser.urgency or (other.urgency == loser.urgency and other.order > loser.order):
-                        loser = other
+                loser = max(self.in_state("running"), key=self.place)
                 budget += part.pop(loser, 0)
                 self.give_up(loser, "waiting")
                 loser.done = 0
@@ -130,8 +158,11 @@ class Model:
                 budget -= count
         for s, count in part.items():
             self.seal(s, s.done + count)
+        if budget > 0 and len(self.in_state("running")) < self.places:
+            for s in self.in_state("waiting"):
+                s.hit = cached(s.name)
         while budget > 0 and self.in_state("waiting") and len(self.in_state("running")) < self.places:
-            s = min(self.in_state("waiting"), key=lambda s: (s.urgency, s.order))
+            s = min(self.in_state("waiting"), key=self.place)
             wanted = min(self.need(s.known) + 1, self.need(s.end - 1))  # its context and a block, if it can ever use that
             matched = self.match(s)
             s.blocks = list(matched)
@@ -140,6 +171,11 @@ class Model:
                 break
             self.take(s, self.need(s.known) - len(matched))
             s.state, s.done, s.sealed = "running", len(matched) * self.size, len(matched)
+            if s.tenant not in {other.tenant for other in self.in_state("waiting")}:
+                self.last_waited = s.tenant
+            if s.fresh:
+                s.fresh = False
+                self.served[s.tenant] += (s.prompt - s.done) / WEIGHTS[s.tenant]
             part[s] = min(s.known - s.done, budget)
             budget -= part[s]
             self.seal(s, s.done + part[s])
@@ -152,51 +188,60 @@ class Model:
             s.done += count
             if samples:
                 s.text.append(next_token(hash_sequence(s.text), 0, VOCAB))
+                self.served[s.tenant] += 2 / WEIGHTS[s.tenant]
                 if s.known == s.end:
                     self.give_up(s, "finished")
         return plan
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[int, int, int, bool, bool, list[tuple[int, int, int, int, int]], list[int]]:
+def cases(draw: st.DrawFn) -> Case:
     blocks, size = draw(st.integers(1, 7)), draw(st.sampled_from([1, 2, 4]))
     seqs = draw(
         st.lists(
-            st.tuples(st.integers(1, blocks * size), st.integers(1, 10), st.integers(-1, 1), st.integers(0, 12), st.integers(0, 1)),
-            min_size=1, max_size=6,
+            st.tuples(
+                st.integers(1, blocks * size), st.integers(1, 10), st.integers(-1, 1), st.sampled_from(sorted(WEIGHTS)), st.integers(0, 12),
+                st.integers(0, 1),
+            ), min_size=1, max_size=6,
         )
-    )  # prompt, output, priority, the step it comes at, what it is about
+    )  # prompt, output, priority, tenant, the step it comes at, what it is about
     budgets = draw(st.lists(st.integers(1, 10), min_size=1, max_size=8))
-    return blocks, size, draw(st.integers(1, 4)), draw(st.booleans()), draw(st.booleans()), seqs, budgets
+    return blocks, size, draw(st.integers(1, 4)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), seqs, budgets
 
 
 @settings(max_examples=800, deadline=None)
 @given(cases())
-def test_every_plan_is_the_models(case: tuple[int, int, int, bool, bool, list[tuple[int, int, int, int, int]], list[int]]) -> None:
-    blocks, size, places, by_priority, caching, wanted, budgets = case
+def test_every_plan_is_the_models(case: Case) -> None:
+    blocks, size, places, policy, caching, wanted, budgets = case
     most = max(budgets)
     kv = KvManager(blocks, size, prefix_caching=caching)
     step = 0
+
+    def cached(name: str) -> int:
+        """What the cache holds of a request changes all the time. As the policies see it; nothing is really cached."""
+        return (17 * int(name[1:]) + 29 * step) % 400
+
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=places, max_num_batched_tokens=most, max_model_len=1000),
         kv,
-        make_policy("priority" if by_priority else "fcfs"),
+        make_policy(policy, cached_tokens=lambda r: cached(r.id), weights=WEIGHTS),
         budget=lambda now: budgets[step % len(budgets)],
     )
     executor = SimExecutor(places, blocks, size, vocab=VOCAB, max_tokens=most)
-    model = Model([], blocks, size, places, caching)
+    model = Model(policy, blocks, size, places, caching)
     slot_of: dict[int, str] = {}
-    late = max(arrival for _, _, _, arrival, _ in wanted)
+    late = max(arrival for *_, arrival, _ in wanted)
     while step <= late or scheduler.has_unfinished or model.in_state("waiting"):
-        for i, (prompt, output, priority, arrival, topic) in enumerate(wanted):
+        for i, (prompt, output, priority, tenant, arrival, topic) in enumerate(wanted):
             if arrival == step:
                 name = f"r{i}"
                 params = SamplingParams(max_tokens=output, ignore_eos=True)
-                scheduler.add(Request(name, [topic] * prompt, params, prompt + output, priority=priority))
+                at = arrival * PACE
+                scheduler.add(Request(name, [topic] * prompt, params, prompt + output, arrival=at, priority=priority, tenant=tenant))
                 end = min(prompt + output, blocks * size + 1)
-                model.seqs.append(Seq(name, len(model.seqs), [topic] * prompt, end, priority if by_priority else 0))
-        expected = model.step(budgets[step % len(budgets)])
-        plan = scheduler.plan(0.0)
+                model.arrive(Seq(name, len(model.seqs), [topic] * prompt, end, priority, tenant, at), cached(name))
+        expected = model.step(budgets[step % len(budgets)], cached)
+        plan = scheduler.plan(step * PACE)
         got = {}
         for item in plan.items if plan else []:
             if item.init is not None:

@@ -60,6 +60,7 @@ class ScriptedLLM:
         self.reason: str | None = None
         self.num_open = 0
         self.tokenized = 0
+        self.tenants: list[str] = []  # of all prompts so far
         self.refusal: Exception | None = None
         self.hold: asyncio.Event | None = None  # waited for before each delta
         self.steps: int | None = None  # deltas until the hold is closed again
@@ -80,7 +81,10 @@ class ScriptedLLM:
     async def render(self, messages: Any, **options: Any) -> str:
         return self.template.render(messages, **options)
 
-    def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0, tenant: str = ""
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.tenants.append(tenant)
         if self.script and isinstance(self.script[0], Exception):  # refused at once, as the engine does
             raise self.script[0]
         return self._generate(prompt, params, request_id)

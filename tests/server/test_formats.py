@@ -9,6 +9,7 @@ from tests.server.asgi import CHAT, COMPLETIONS, client, events, joined
 from tests.server.scripted import END, ScriptedLLM
 
 from octavo.core.sampling import SamplingParams
+from octavo.engine.settings import make_config
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
 
@@ -163,6 +164,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     }
     for path, base in ((COMPLETIONS, {"prompt": "p", "logprobs": 3}), (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 3})):
         llm = Recorder()
+        llm.config = make_config("scripted", scheduling_policy="priority")
         ask(path, base | given | {"priority": -4, "prompt_logprobs": 1, "request_id": "mine"}, llm)
         _, params, more = llm.asked[0]
         assert params == SamplingParams(**(given | {"logit_bias": {3: -1.5}, "logprobs": 3, "prompt_logprobs": 1}))
@@ -190,7 +192,7 @@ def test_messages_as_the_template_gets_them() -> None:
         {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None},
     ]
     ask(CHAT, {"messages": messages, "continue_final_message": True, "echo": True}, llm)
-    assert llm.asked[0][0].text == "<system>d\n<user>one\ntwo\n<assistant>None\n<tool>r\n<assistant>x"
+    assert llm.asked[0][0].text == "<system>d\n<user>one\ntwo\n<assistant>\n<tool>r\n<assistant>x"
     ask(CHAT, {"messages": messages, "add_generation_prompt": False}, llm)
     assert llm.asked[1][0].text.endswith("<assistant>x\n")
     continued = ask(CHAT, {"messages": messages, "continue_final_message": True, "echo": True, "stream": True}, llm)

@@ -200,7 +200,7 @@ def test_a_port_in_use_is_told_before_anything_loads(tiny: str) -> None:
 
 @pytest.mark.parametrize(("args", "says"), [
     (("--max-model-len", "99999"), "the model was made for 16384 tokens at most (--max-model-len)"),
-    (("--num-kv-blocks", "999999999"), "num_kv_blocks must be between"), (("--api-key", ""), "an API key is empty"),
+    (("--num-kv-blocks", "999999999"), "num_kv_blocks must be between"), (("--api-key", ""), "API key 1 is empty"),
     (("--num-kv-blocks", "90000000"), "are available"),
 ])
 def test_an_engine_that_cannot_start_is_told_as_the_commands_tell_it(tiny: str, args: tuple[str, ...], says: str) -> None:

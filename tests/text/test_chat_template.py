@@ -3,6 +3,7 @@
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,8 +75,9 @@ def test_continue_final_message_refusals():
     chat = ChatTemplate(TEMPLATES["smollm2"]["template"])
     with pytest.raises(InvalidRequest, match="exclude each other"):
         chat.render(PLAIN, continue_final_message=True)
+    parts = ChatTemplate("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}")
     with pytest.raises(InvalidRequest, match="last message with text"):
-        chat.render([{"role": "assistant", "content": None}], continue_final_message=True, add_generation_prompt=False)
+        parts.render([{"role": "assistant", "content": []}], continue_final_message=True, add_generation_prompt=False)
     with pytest.raises(InvalidRequest, match="does not show"):
         ChatTemplate("x").render(PLAIN, continue_final_message=True, add_generation_prompt=False)
 
@@ -264,3 +266,47 @@ def test_jinja_is_not_imported_before_it_is_needed():
     modules = "octavo.text.chat_template, octavo.text.tokenizer, octavo.engine.detokenize"
     code = f"import sys, {modules}; print('jinja2' in sys.modules, 'tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
+
+
+def refused(messages: Any, **more: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}").render(messages, **more)
+    return caught.value
+
+
+@pytest.mark.parametrize("message", [{"role": "user", "content": None}, {"role": "user"}, {"role": "assistant", "content": None},
+                                     {"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool", "content": None, "tool_calls": [{}]}])
+def test_a_message_without_content(message: dict[str, Any]) -> None:
+    """It would be written out as "None"."""
+    assert refused([{"role": "user", "content": "a"}, message]).param == "messages[1].content"
+
+
+def test_a_call_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    assert ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}").render([call]) == "<>"
+    assert refused([call | {"tool_calls": "abc"}]).param == "messages[0].tool_calls"
+
+
+@pytest.mark.parametrize("given", [5, "a", [1], {1: 2}])
+def test_template_variables_that_are_no_object(given: Any) -> None:
+    assert refused(PLAIN, variables=given).param == "chat_template_kwargs"
+
+
+def test_lone_surrogates_are_blamed_on_their_message() -> None:
+    fine, broken = {"role": "user", "content": "é\U0001f600"}, {"role": "user", "content": "a\udc00"}
+    assert refused([fine, broken]).param == "messages[1].content"
+    assert refused([fine, {"role": "user", "content": ["x", "\ud800"]}]).param == "messages[1].content"
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate("{{ extra }}").render([fine], variables={"extra": "\ud800"})
+    assert caught.value.param == "messages"
+
+
+def test_what_is_no_plain_data() -> None:
+    assert refused([{"role": "user", "content": "a", "more": (i for i in "ab")}]).param == "messages[0]"
+    assert refused(PLAIN, tools=[{"a": (i for i in "ab")}]).param == "tools"
+
+
+def test_compile_finds_a_broken_template() -> None:
+    ChatTemplate({"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}).compile()
+    with pytest.raises(UnsupportedError, match="cannot be compiled"):
+        ChatTemplate({"default": "{{ 1 }}", "tool_use": "{% if %}"}).compile()

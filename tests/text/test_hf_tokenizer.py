@@ -299,3 +299,14 @@ def test_without_permission(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"tokenizer.json cannot be read: .*Permission denied"):
         load_tokenizer(folder)
 
+
+
+def test_the_names_that_transformers_has(tmp_path):
+    template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    ours = load_tokenizer(save(tmp_path, _byte_backend(), {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}))
+    assert (ours.bos_token_id, ours.eos_token_id) == (ours.token_to_id("<s>"), ours.token_to_id("</s>"))
+    talk = [{"role": "user", "content": "the"}]
+    assert ours.apply_chat_template(talk, tokenize=False) == "<s>the"
+    assert ours.apply_chat_template(talk, add_generation_prompt=True) == ours.encode("<s>the>")
+    assert ours("the") == {"input_ids": ours.encode("the"), "attention_mask": [1] * len(ours.encode("the"))}
+    assert ours(["the", "t"])["input_ids"] == [ours.encode("the"), ours.encode("t")]

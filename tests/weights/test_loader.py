@@ -213,3 +213,38 @@ def test_to_halves_undoes_the_pairwise_order() -> None:
     order = [h * size + i // 2 + (size // 2 if i % 2 else 0) for h in range(heads) for i in range(size)]
     np.testing.assert_array_equal(loader.to_halves(halves[order], heads), halves)
     np.testing.assert_array_equal(loader.to_halves(halves[order, 0], heads), halves[:, 0])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("stored", "name", "place"), [
+    ("float32", "model.layers.1.mlp.down_proj.weight", (5, 7)), ("bfloat16", "model.embed_tokens.weight", (319, 63)),
+    ("float16", "model.layers.2.input_layernorm.weight", (0,)),
+])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path, value: float, stored: str, name: str, place: tuple[int, ...], dtype: str) -> None:
+    path = make_tiny(tmp_path, tokenizer=False)
+    weights = random_weights(tiny_config(), 0, 0.1)
+    weights[name][place] = value
+    save_weights(path, weights, dtype=stored)
+    with pytest.raises(CheckpointError) as caught:
+        load(path, dtype)
+    kept = "float32" if "norm" in name else dtype
+    assert caught.value.param == name and caught.value.message.startswith(f"{name} holds a number that is not finite in {kept}, at {list(place)}")
+
+
+def test_a_number_that_only_bfloat16_cannot_hold(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, tokenizer=False)
+    weights = random_weights(tiny_config(), 0, 0.1)
+    weights["lm_head.weight"][3, 2] = np.float32(3.4e38)
+    save_weights(path, weights)
+    load(path, "float32")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight holds a number that is not finite in bfloat16, at \[3, 2\]"):
+        load(path, "bfloat16")
+
+
+def test_the_place_is_right_beyond_the_first_piece() -> None:
+    tensor = np.ones((3, loader.PIECE), np.float32)
+    assert loader.first_not_finite(tensor) is None
+    tensor[2, 1] = np.inf
+    assert loader.first_not_finite(tensor) == (2, 1)
+    assert loader.first_not_finite(np.zeros((0, 4), np.float32)) is None

@@ -32,7 +32,11 @@ ENGINE_OPTIONS: Table = {
     "num_kv_blocks": (int, "Blocks of 16 tokens in the KV pool.", ()),
     "kv_cache_memory_bytes": (int, "Bytes of the KV pool (default: at most 4 GiB and half of the free memory).", ()),
     "num_threads": (int, "Threads (default: what affinity and the container allow).", ()),
-    "scheduling_policy": (str, "fcfs or priority.", ()),
+    "scheduling_policy": (str, "fcfs; priority (smallest first, a level counts as 30 s of waiting); lpm (longest cached prefix first); fair "
+                               "(tokens per tenant).", ()),
+    "tenant_weights": (str, "Shares under the policy fair: name=weight,… (default 1 each).", ()),
+    "admission": (str, "optimistic (what fits now starts) or predicted (what fits at the expected peak: hardly any preemptions).", ()),
+    "target_itl_ms": (float, "Milliseconds between tokens to keep to, by smaller prefill chunks.", ()),
     "seed": (int, "What requests without a seed derive theirs from (default 0).", ("--engine-seed",)),
     "max_logprobs": (int, "Most alternatives per token a request may ask for (default 20; -1: all).", ()),
     "chat_template": (str, "A chat template: text or the path of a .jinja file.", ()),

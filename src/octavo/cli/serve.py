@@ -17,8 +17,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine's.", rich_help_panel=SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
     uds: Annotated[str | None, typer.Option(help="Listen on this Unix socket instead.", rich_help_panel=SERVER)] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send; repeat for several.", envvar="OCTAVO_API_KEY",
-                                                      show_envvar=True, rich_help_panel=SERVER)] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Key that clients must send: KEY, or NAME=KEY for its tenant's name; repeat for several.",
+                                                      envvar="OCTAVO_API_KEY", show_envvar=True, rich_help_panel=SERVER)] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name that requests call the model by; repeat for several (default: MODEL).",
                                                                 rich_help_panel=SERVER)] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that open requests may take to finish after SIGTERM or Ctrl-C.",
@@ -37,16 +37,14 @@ def serve(
     """Serve a model over HTTP, as OpenAI's API does. SIGTERM or Ctrl-C lets open requests finish first; a second one ends at once."""
     from octavo.cli.terminal import Startup
     from octavo.engine.console import show_log
-    from octavo.errors import ConfigError
     from octavo.server import run
-    from octavo.server.settings import ServerSettings
+    from octavo.server.settings import ServerSettings, named_keys
 
     began = time.perf_counter()
-    if not all(api_key or ()):
-        raise ConfigError("an API key is empty", "api_key")
+    keys, key_names = named_keys(api_key or ())
     show_log()
     web = ServerSettings(
-        served_model_names=tuple(served_model_name or (model,)), api_keys=tuple(api_key or ()), allow_unknown_fields=allow_unknown_fields,
+        served_model_names=tuple(served_model_name or (model,)), api_keys=keys, key_names=key_names, allow_unknown_fields=allow_unknown_fields,
         stream_interval=stream_interval, max_body_bytes=max_body_bytes, cors_origins=tuple(cors_origin or ()),
     )
     with run.bind(host, port, uds) as sock, Startup(verbose) as startup:

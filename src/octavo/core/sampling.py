@@ -11,7 +11,6 @@ from octavo.errors import InvalidRequest, UnsupportedError, shown
 
 MAX_N = 16_384
 SEED_LIMIT = 2**64
-MOST = 2**63 - 1  # of whole numbers without a limit of their own: what a message to the engine holds
 F32_MAX, F32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # float32's largest and smallest normal number: the sampler counts in it
 
 # vLLM's parameters that Octavo has no field for: the values that ask for nothing, all that are accepted.
@@ -97,18 +96,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number(self.repetition_penalty, "repetition_penalty", F32_SMALLEST, F32_MAX)
         _number(self.temperature, "temperature", 0.0, F32_MAX)
         _number(self.top_p, "top_p", 0.0, 1.0, open_low=True)
-        _whole(self.top_k, "top_k", -1, MOST)
+        _whole(self.top_k, "top_k", -1, None)
         _number(self.min_p, "min_p", 0.0, 1.0)
         if self.seed is not None:
             _whole(self.seed, "seed", -(2**63), SEED_LIMIT - 1)
         if self.max_tokens is not None:
-            _whole(self.max_tokens, "max_tokens", 1, MOST)
-        _whole(self.min_tokens, "min_tokens", 0, MOST)
+            _whole(self.max_tokens, "max_tokens", 1, None)
+        _whole(self.min_tokens, "min_tokens", 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens")
+            raise InvalidRequest(f"min_tokens ({shown(self.min_tokens)}) is above max_tokens ({shown(self.max_tokens)})", "min_tokens")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(getattr(self, name), name, -1, MOST)
+                _whole(getattr(self, name), name, -1, None)
         _texts(self.stop, "stop")
         _texts(self.bad_words, "bad_words")
         _ids(self.stop_token_ids, "stop_token_ids")
@@ -163,10 +162,10 @@ def _biases(given: object) -> dict[int, float]:
     return found
 
 
-def _whole(value: object, name: str, low: int, high: int) -> None:
+def _whole(value: object, name: str, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be a whole number, not {shown(value)}", name)
-    if value < low or value > high:
+    if value < low or (high is not None and value > high):
         raise InvalidRequest(f"{name} must be {_span(low, high)}, not {shown(value)}", name)
 
 
@@ -179,8 +178,8 @@ def _number(value: object, name: str, low: float, high: float, *, open_low: bool
         raise InvalidRequest(f"{name} must be {least} and at most {high:g}{limits}, not {shown(value)}", name)
 
 
-def _span(low: int, high: int) -> str:
-    return f"at least {low} and below 2^63" if high == MOST else f"between {low} and {high}"
+def _span(low: int, high: int | None) -> str:
+    return f"at least {low}" if high is None else f"between {low} and {high}"
 
 
 def _texts(values: Sequence[object], name: str) -> None:
@@ -189,8 +188,10 @@ def _texts(values: Sequence[object], name: str) -> None:
     for place, value in enumerate(values):
         if not isinstance(value, str) or not value:
             raise InvalidRequest(f"{name} must hold non-empty strings, not {shown(value)}", name)
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise InvalidRequest(f"{name}[{place}] is no valid Unicode: {shown(value)} holds a lone surrogate", name)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{name}[{place}] is no valid Unicode: {shown(value)} holds a lone surrogate", name) from None
 
 
 def _ids(values: Sequence[object], name: str) -> None:

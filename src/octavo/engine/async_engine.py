@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.config import Config
 from octavo.core.sampling import SamplingParams
+from octavo.engine.compat import without_effect
 from octavo.engine.console import LOGGER, show_log
 from octavo.engine.generation import Flight, Generation
-from octavo.engine.inputs import Inputs, Prompt
+from octavo.engine.inputs import Inputs, Prompt, check_priority
 from octavo.engine.messages import Abort, Batch, Begin, End, EngineStats, FromEngine, Note, Progress, Ready
 from octavo.engine.outputs import Answer
 from octavo.engine.report import LogReport, Report, phase
 from octavo.engine.settings import make_config
 from octavo.engine.switchboard import Listener, Switchboard
-from octavo.errors import Cancelled, ConfigError, ContextTooLong, InvalidRequest, OctavoError, QueueFull, WorkerDied
+from octavo.errors import Cancelled, ConfigError, ContextTooLong, InvalidRequest, OctavoError, QueueFull, WorkerDied, shown
 
 if TYPE_CHECKING:
     from octavo.engine.client import EngineClient
@@ -37,7 +38,6 @@ T = TypeVar("T")
 STALL_SECONDS = 60.0  # without a step while work is unfinished: the engine hangs. The longest step of a large model on few cores takes less
 TEXT_THREADS = 4  # a long prompt in one must not hold up the short ones
 MOST_RETRY_SECONDS = 60
-PRIORITIES = 2**63
 
 
 class AsyncLLM:
@@ -69,8 +69,8 @@ class AsyncLLM:
         except BaseException:
             handle.close()
             raise
-        if text.tokenizer is None:
-            report.note("no tokenizer came with the model: prompts must be token ids, and outputs have no text")
+        for line in (*without_effect(settings.keys() - (make_config.__kwdefaults__ or {}).keys()), *text.notes(vocab)):
+            report.note(line)
         self._init(ProcessClient(handle), config, text, vocab, report, most)
 
     @classmethod
@@ -233,7 +233,7 @@ class AsyncLLM:
     # -- answers
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0,
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0, tenant: str = "",
         add_special_tokens: bool = True, deltas: bool = True,
     ) -> Generation:
         """Answer one prompt: an async iterator over the news (``deltas``), or over everything so far each time.
@@ -247,12 +247,12 @@ class AsyncLLM:
         self._check_alive()
         params = self.defaults if sampling_params is None else sampling_params
         bad_words = self.inputs.check(params)
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -PRIORITIES <= priority < PRIORITIES:
-            raise InvalidRequest(f"priority must be a whole number of 64 bits, not {priority!r}", "priority")
+        check_priority(priority, self.config.scheduler.policy)
+        self.inputs.check_tenant(tenant)
         if not isinstance(prompt, Prompt):
             self.check_room(params.n)
         flight = Flight(self._board.name(request_id), params)
-        submit, start = partial(self._submit, flight, bad_words, priority), None
+        submit, start = partial(self._submit, flight, bad_words, priority, tenant), None
         if isinstance(prompt, Prompt):
             submit(prompt)
         else:
@@ -319,10 +319,12 @@ class AsyncLLM:
                 f"bytes at most each, so no text above {most} bytes can fit, and a prompt may have at most {self.max_model_len - 1} tokens", "prompt",
             )
 
-    def _submit(self, flight: Flight, bad_words: tuple[tuple[int, ...], ...], priority: int, prompt: Prompt) -> None:
+    def _submit(self, flight: Flight, bad_words: tuple[tuple[int, ...], ...], priority: int, tenant: str, prompt: Prompt) -> None:
         self._check_alive()
         now = time.monotonic()
-        requests = self.inputs.requests(self._board.engine_id(flight.request_id), prompt, flight.params, bad_words, arrival=now, priority=priority)
+        requests = self.inputs.requests(
+            self._board.engine_id(flight.request_id), prompt, flight.params, bad_words, arrival=now, priority=priority, tenant=tenant,
+        )
         answer = Answer(flight.request_id, prompt, flight.params, self.tokenizer, now)
         self._board.submit(flight, answer, requests, len(prompt.ids), self.vocab_size)
 
@@ -366,5 +368,5 @@ class AsyncLLM:
 
 def _queue_bound(value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"max_num_queued_reqs must be a whole number of at least 1, or None for no bound, not {value!r}", "max_num_queued_reqs")
+        raise ConfigError(f"max_num_queued_reqs must be a whole number from 1, or None for no bound, not {shown(value)}", "max_num_queued_reqs")
     return value

@@ -28,6 +28,7 @@ from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 if TYPE_CHECKING:
     from octavo.engine.textside import TextSide
 
+LOGPROBS_USUAL = 1024  # alternatives per token; with more, they are what is large about a step
 HEAD_TILE = 64  # rows of logits at once
 
 
@@ -68,8 +69,8 @@ def build(config: Config, report: Report) -> Engine:
         with phase(report, "reading the tokenizer"):
             text = load_text(config, path, checkpoint, spec)
         side = build_core(config, checkpoint, spec, report)
-    if text.tokenizer is None:
-        report.note("no tokenizer came with the model: prompts must be token ids, and outputs have no text")
+    for line in text.notes(spec.vocab):
+        report.note(line)
     return Engine(side.core, side.scheduler, side.config, spec, text, side.ledger, side.isa)
 
 
@@ -191,6 +192,9 @@ def activation_bytes(spec: ModelSpec, config: Config) -> int:
 def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_spec: KvSpec) -> Runner:
     try:
         store = provider.kv_store(kv_spec, _blocks(config))
+    except MemoryError as error:
+        raise ConfigError(f"the memory for {_blocks(config)} KV blocks cannot be had: {error}", "num_kv_blocks") from error
+    try:
         return Runner(
             lambda batch, slots: provider.compile(model.fn, model.weights, model.spec, step=batch.arrays, slots=slots, kv=store),
             kv=store, max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -198,7 +202,25 @@ def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_
             block_size=config.kv.block_size,
         )
     except MemoryError as error:
-        raise ConfigError(f"the memory for {_blocks(config)} KV blocks and the step's arrays cannot be had: {error}", "num_kv_blocks") from error
+        raise _too_large(config, model.spec.vocab, error) from error
+
+
+def _too_large(config: Config, vocab: int, error: MemoryError) -> ConfigError:
+    """The step's arrays cannot be had: blame the setting that makes them so large."""
+    tokens, seqs, context = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs, config.scheduler.max_model_len
+    most = config.runner.max_logprobs
+    columns = vocab if most < 0 else min(most, vocab)  # of the alternatives' ids and log-probabilities, 8 bytes for each of a step's tokens
+    tables = seqs * math.ceil(context / config.kv.block_size) * 4
+    if tables > tokens * columns * 8:
+        return ConfigError(
+            f"the memory for the block tables of {seqs} sequences of {context} tokens ({size(tables)}) cannot be had ({error}): "
+            "lower max_num_seqs or max_model_len", "max_num_seqs",
+        )
+    blamed = "max_logprobs" if columns > LOGPROBS_USUAL else "max_num_batched_tokens"
+    return ConfigError(
+        f"the memory for a step of {tokens} tokens with {columns} alternatives each ({size(tokens * columns * 8)}) cannot be had ({error}): "
+        f"lower {blamed}", blamed,
+    )
 
 
 def _blocks(config: Config) -> int:

@@ -10,9 +10,11 @@ import msgspec
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
 from octavo.engine import groups
-from octavo.errors import ContextTooLong, InvalidRequest
+from octavo.errors import ContextTooLong, InvalidRequest, shown
 
+PRIORITIES = 2**63
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+MOST_TENANT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,16 @@ class Prompt:
     text: str | None
     ids: list[int]
     cache_salt: str = ""  # only requests with the same one share cached prefixes
+
+
+def check_priority(value: Any, policy: str) -> None:
+    """Whether a request may have this priority. Raises: InvalidRequest; also where the policy would pay no heed to it, as in vLLM."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -PRIORITIES <= value < PRIORITIES:
+        raise InvalidRequest(f"priority must be a whole number of 64 bits, not {shown(value)}", "priority")
+    if value and policy == "fcfs":
+        raise InvalidRequest(
+            f"priority is {value}, and this engine serves first come, first served: it needs the setting scheduling_policy='priority'", "priority",
+        )
 
 
 class Inputs:
@@ -49,7 +61,7 @@ class Inputs:
         text, ids, salt = (given, None, "") if isinstance(given, str) else (None, given, "")
         if isinstance(given, Mapping):
             if unknown := [key for key in given if key not in PROMPT_KEYS]:
-                raise InvalidRequest(f"a prompt has the keys prompt, prompt_token_ids and cache_salt, not {unknown[0]!r}", "prompt")
+                raise InvalidRequest(f"a prompt has the keys prompt, prompt_token_ids and cache_salt, not {shown(unknown[0])}", "prompt")
             text, ids = given.get("prompt"), given.get("prompt_token_ids")
             if text is None and ids is None:
                 raise InvalidRequest("a prompt needs the key prompt or prompt_token_ids", "prompt")
@@ -57,14 +69,20 @@ class Inputs:
                 raise InvalidRequest(f"prompt must be a string, not {type(text).__name__}", "prompt")
             salt = cache_salt(given.get("cache_salt"))
         if text is not None and ids is None:
-            return Prompt(text, self._check_length(self.encode(text, "prompt", add_special_tokens=add_special_tokens), "prompt"), salt)
+            return Prompt(text, self._check_length(self._tokens(text, "prompt", add_special_tokens=add_special_tokens), "prompt"), salt)
         return Prompt(text, self._check_length(self._check_ids(ids), "prompt_token_ids"), salt)
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text that the request's field ``param`` holds. Raises: InvalidRequest without a tokenizer."""
+        """Token ids of a text that the request's field ``param`` holds, whether the model has them all or not.
+
+        Raises: InvalidRequest without a tokenizer, and for what is no text.
+        """
         if self.tokenizer is None:
             raise InvalidRequest(f"{param} is text, and this model came without a tokenizer: give token ids, or the setting tokenizer", param)
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{param}: {error.message}", param) from error.__cause__
 
     def check(self, params: Any) -> tuple[tuple[int, ...], ...]:
         """Check parameters against the model. Returns the tokenized bad_words.
@@ -80,7 +98,7 @@ class Inputs:
         ):
             for token in ids:
                 if not 0 <= token < self.vocab:
-                    raise InvalidRequest(f"{name} holds the token id {token}; the vocabulary has the ids 0 to {self.vocab - 1}", name)
+                    raise InvalidRequest(f"{name} holds the token id {shown(token)}; the vocabulary has the ids 0 to {self.vocab - 1}", name)
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer, and this model came without one", "stop")
         bad_words = self._bad_words(params.bad_words)
@@ -88,7 +106,8 @@ class Inputs:
         return bad_words
 
     def requests(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], *, arrival: float, priority: int = 0
+        self, request_id: str, prompt: Prompt, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], *, arrival: float, priority: int = 0,
+        tenant: str = "",
     ) -> list[Request]:
         """The n Requests of a prompt and parameters that were checked. Takes a seed from the engine's counter if there is none."""
         # Negative seeds are the same 64 bits read as unsigned.
@@ -100,11 +119,33 @@ class Inputs:
             Request(
                 id=groups.child_id(request_id, index, params.n), prompt=prompt.ids, params=unscored if index else params,
                 max_total=min(room, self.max_model_len), eos_ids=self.eos_ids, seed=groups.child_seed(seed, index), arrival=arrival,
-                priority=priority, bad_words=bad_words, cache_salt=prompt.cache_salt,
+                priority=priority, tenant=tenant, bad_words=bad_words, cache_salt=prompt.cache_salt,
                 fork_of=groups.child_id(request_id, 0, params.n) if index else "",
             )
             for index in range(params.n)
         ]
+
+    def _tokens(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """encode(), and the model has every one of the ids: a tokenizer may have more than the model's embedding has rows."""
+        ids = self.encode(text, param, add_special_tokens=add_special_tokens)
+        if ids and max(ids) >= self.vocab:
+            token = next(token for token in ids if token >= self.vocab)
+            piece = self.tokenizer.id_to_token(token) if self.tokenizer is not None else None
+            raise InvalidRequest(
+                f"{param} holds {'a token' if piece is None else shown(piece)} that the tokenizer gives the id {token}; "
+                f"the model's vocabulary has the ids 0 to {self.vocab - 1}", param,
+            )
+        return ids
+
+    @staticmethod
+    def check_tenant(tenant: Any, param: str = "tenant") -> None:
+        """Whether this can be a tenant's name; "" is the one that all without a name share. Raises: InvalidRequest."""
+        if not isinstance(tenant, str):
+            raise InvalidRequest(f"{param} must be a string, not {type(tenant).__name__}", param)
+        if len(tenant) > MOST_TENANT_CHARS:
+            raise InvalidRequest(f"{param} has {len(tenant)} characters; at most {MOST_TENANT_CHARS} are accepted", param)
+        if any("\ud800" <= char <= "\udfff" for char in tenant):
+            raise InvalidRequest(f"{param} holds half of a surrogate pair, which is no text", param)
 
     def _check_ids(self, given: Any) -> list[int]:
         if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
@@ -113,10 +154,12 @@ class Inputs:
         for place, token in enumerate(ids):
             if type(token) is not int:
                 if isinstance(token, bool) or not hasattr(token, "__index__"):
-                    raise InvalidRequest(f"prompt_token_ids[{place}] must be a token id, not {token!r}", "prompt_token_ids")
+                    raise InvalidRequest(f"prompt_token_ids[{place}] must be a token id, not {shown(token)}", "prompt_token_ids")
                 ids[place] = token = int(token)
             if not 0 <= token < self.vocab:
-                raise InvalidRequest(f"prompt_token_ids[{place}] is {token}; the vocabulary has the ids 0 to {self.vocab - 1}", "prompt_token_ids")
+                raise InvalidRequest(
+                    f"prompt_token_ids[{place}] is {shown(token)}; the vocabulary has the ids 0 to {self.vocab - 1}", "prompt_token_ids",
+                )
         return ids
 
     def _check_length(self, ids: list[int], param: str) -> list[int]:
@@ -135,7 +178,7 @@ class Inputs:
         most = min(self.max_logprobs, self.vocab)
         asked = self.vocab if wanted < 0 else wanted
         if asked > most:
-            what = f"-1, the whole vocabulary of {self.vocab}," if wanted < 0 else str(wanted)
+            what = f"-1, the whole vocabulary of {self.vocab}," if wanted < 0 else shown(wanted)
             raise InvalidRequest(f"{name} is {what} above this engine's limit of {most} (the setting max_logprobs)", name)
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -143,7 +186,7 @@ class Inputs:
         length, after a space: vLLM's rule, so that the same words are kept out."""
         found: list[tuple[int, ...]] = []
         for word in words:
-            bare, spaced = (tuple(self.encode(lead + word.lstrip(), "bad_words", add_special_tokens=False)) for lead in ("", " "))
+            bare, spaced = (tuple(self._tokens(lead + word.lstrip(), "bad_words", add_special_tokens=False)) for lead in ("", " "))
             if not bare:
                 raise InvalidRequest(f"bad_words holds {word!r}, which has no tokens", "bad_words")
             found.append(bare)
@@ -163,7 +206,7 @@ class Inputs:
             raise InvalidRequest("bad_words leave no token that could be chosen", "bad_words")
         if params.min_tokens and not left.difference(self.eos_ids, params.stop_token_ids):
             raise InvalidRequest(
-                f"min_tokens ({params.min_tokens}) bans the end and stop tokens until then, and no other token is allowed", "min_tokens",
+                f"min_tokens ({shown(params.min_tokens)}) bans the end and stop tokens until then, and no other token is allowed", "min_tokens",
             )
 
 
@@ -172,5 +215,5 @@ def cache_salt(given: Any) -> str:
     if given is None:
         return ""
     if not isinstance(given, str) or not given:
-        raise InvalidRequest(f"cache_salt must be a non-empty string, or be left out, not {given!r}", "cache_salt")
+        raise InvalidRequest(f"cache_salt must be a non-empty string, or be left out, not {shown(given)}", "cache_salt")
     return given

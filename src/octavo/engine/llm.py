@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import Config
 from octavo.core.output import RequestOutput
 from octavo.core.sampling import SamplingParams
+from octavo.engine.compat import refuse_adapter, without_effect
 from octavo.engine.console import LOGGER, progress_bar, show_log
 from octavo.engine.driver import Driver
-from octavo.engine.inputs import Inputs, Prompt
+from octavo.engine.inputs import Inputs, Prompt, check_priority
 from octavo.engine.outputs import Answer
 from octavo.engine.report import LogReport, Report
 from octavo.engine.settings import make_config
-from octavo.errors import ConfigError, InvalidRequest, RequestError, WorkerDied
+from octavo.errors import ConfigError, InvalidRequest, RequestError, UnsupportedError, WorkerDied, shown
 
 if TYPE_CHECKING:
     from octavo.engine.factory import Engine
@@ -29,8 +30,9 @@ class LLM:
 
     ``model`` is a directory in Hugging Face layout, a .gguf file, a Hub id or a short name. Settings have vLLM's names and
     are checked before anything is loaded; ``max_model_len`` may be "32k" or "auto", ``generation_config="vllm"`` ignores the
-    model's own sampling defaults, ``backend="torch"`` runs the oracle instead of the native kernels. ``report`` hears the
-    start-up (engine.report.Report); by default it is logged by the logger "octavo" (environment: OCTAVO_LOG=warning is quiet).
+    model's own sampling defaults, ``backend="torch"`` runs the oracle instead of the native kernels. vLLM's other settings are
+    accepted where they ask for nothing here (engine/compat.py). ``report`` hears the start-up (engine.report.Report); by
+    default it is logged by the logger "octavo" (environment: OCTAVO_LOG=warning is quiet).
 
     A context manager. Calls from several threads are safe; they share the engine's steps.
 
@@ -42,8 +44,9 @@ class LLM:
         max_num_seqs: int = 256, max_num_batched_tokens: int | None = None, block_size: int = 16, num_kv_blocks: int | None = None,
         kv_cache_memory_bytes: int | None = None, enable_prefix_caching: bool | None = None, kv_cache_dtype: str = "auto",
         num_threads: int | None = None, seed: int = 0, tokenizer: str | None = None, revision: str | None = None,
-        scheduling_policy: str = "fcfs", max_logprobs: int = 20, generation_config: str = "auto", chat_template: str | None = None,
-        backend: str = "native", report: Report | None = None,
+        scheduling_policy: str = "fcfs", tenant_weights: Mapping[str, float] | str | None = None, admission: str = "optimistic",
+        target_itl_ms: float | None = None, max_logprobs: int = 20, generation_config: str = "auto", chat_template: str | None = None,
+        backend: str = "native", report: Report | None = None, **others: Any,
     ) -> None:
         from octavo.engine import factory  # numpy and all the rest: only now
 
@@ -52,11 +55,15 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
             kv_cache_memory_bytes=kv_cache_memory_bytes, enable_prefix_caching=enable_prefix_caching, kv_cache_dtype=kv_cache_dtype,
             num_threads=num_threads, seed=seed, tokenizer=tokenizer, revision=revision, scheduling_policy=scheduling_policy,
+            tenant_weights=tenant_weights, admission=admission, target_itl_ms=target_itl_ms,
             max_logprobs=max_logprobs, generation_config=generation_config, chat_template=chat_template, backend=backend,
+            **others,
         )
         if report is None:
             show_log()
             report = LogReport(LOGGER)
+        for line in without_effect(others):
+            report.note(line)
         began = time.perf_counter()
         self._engine: Engine | None = factory.build(config, report)
         engine = self._engine
@@ -131,35 +138,38 @@ class LLM:
 
     def generate(
         self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True,
-        priority: int | Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None, *, tenant: str | Sequence[str] | None = None, lora_request: None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all of them in one batch. Results come in the prompts' order.
 
         ``prompts`` is one or a sequence of: a string, {"prompt": …}, {"prompt_token_ids": […]}, a list of token ids. A dictionary may
         have a ``cache_salt``: cached prefixes are shared only between prompts with the same one.
-        ``sampling_params`` and ``priority`` (smaller is more urgent) are one for all, or one per prompt.
+        ``sampling_params``, ``priority`` (smaller is more urgent; only with scheduling_policy="priority") and ``tenant`` (whose
+        share it is under the policy "fair") are one for all, or one per prompt. ``lora_request`` is vLLM's, and None.
 
         Raises: InvalidRequest, ContextTooLong, naming the field (nothing has run then, and the engine goes on);
         WorkerDied.
         """
+        refuse_adapter(lora_request)
         given = [prompts] if _is_one(prompts) else list(prompts)
-        return self._run(given, sampling_params, priority, use_tqdm, add_special_tokens=True)
+        return self._run(given, sampling_params, priority, tenant, use_tqdm, add_special_tokens=True)
 
     def chat(
         self, messages: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
         add_generation_prompt: bool = True, continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
-        chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None, lora_request: None = None,
     ) -> list[RequestOutput]:
         """Answer conversations: one (a list of messages) or a list of them. Results come in their order.
 
         Raises: as generate(); InvalidRequest also for messages that the template refuses.
         """
+        refuse_adapter(lora_request)
         several = isinstance(messages, Sequence) and len(messages) > 0 and not isinstance(messages[0], Mapping)
         given = [
             self._render(one, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs)
             for one in (messages if several else [messages])
         ]
-        return self._run(given, sampling_params, None, use_tqdm, add_special_tokens=False)
+        return self._run(given, sampling_params, None, None, use_tqdm, add_special_tokens=False)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> "Stream":
         """Complete one prompt, yielding what is new (texts and token ids as differences) as soon as it is there.
@@ -178,6 +188,10 @@ class LLM:
         """Answer one conversation as stream() does."""
         text = self._render(messages, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs)
         return self._stream(text, sampling_params, add_special_tokens=False)
+
+    def beam_search(self, *_arguments: Any, **_more: Any) -> list[Any]:
+        """vLLM's beam search. Raises: UnsupportedError."""
+        raise UnsupportedError("beam search is not served by this version: sample with generate(), n and temperature instead", "beam_search")
 
     # -- end
 
@@ -200,8 +214,10 @@ class LLM:
             raise WorkerDied("this LLM was shut down; make a new one")
         return self._engine
 
-    def _run(self, given: list[Any], params: Any, priority: Any, use_tqdm: bool, *, add_special_tokens: bool) -> list[RequestOutput]:
-        answers = self._submit(given, params, priority, add_special_tokens=add_special_tokens)
+    def _run(
+        self, given: list[Any], params: Any, priority: Any, tenant: Any, use_tqdm: bool, *, add_special_tokens: bool
+    ) -> list[RequestOutput]:
+        answers = self._submit(given, params, priority, tenant, add_special_tokens=add_special_tokens)
         try:
             with progress_bar(answers, use_tqdm) as tick:
                 while not all(answer.finished for answer in answers):
@@ -218,13 +234,18 @@ class LLM:
         return outputs
 
     def _stream(self, prompt: Any, params: SamplingParams | None, *, add_special_tokens: bool) -> "Stream":
-        return Stream(self._driver, self._submit([prompt], params, None, add_special_tokens=add_special_tokens)[0])
+        return Stream(self._driver, self._submit([prompt], params, None, None, add_special_tokens=add_special_tokens)[0])
 
-    def _submit(self, given: list[Any], params: Any, priority: Any, *, add_special_tokens: bool) -> list[Answer]:
+    def _submit(self, given: list[Any], params: Any, priority: Any, tenant: Any, *, add_special_tokens: bool) -> list[Answer]:
         """Check everything, then queue everything."""
         engine = self._running()
         every_params = _one_each(engine.text.defaults if params is None else params, len(given), "sampling_params", SamplingParams)
         priorities = _one_each(0 if priority is None else priority, len(given), "priority", int)
+        for urgency in priorities:
+            check_priority(urgency, engine.config.scheduler.policy)
+        tenants = _one_each("" if tenant is None else tenant, len(given), "tenant", str)
+        for name in tenants:
+            self._inputs.check_tenant(name)
         words: dict[int, tuple[tuple[int, ...], ...]] = {}  # by identity: one object for all prompts is checked once
         prompts: list[Prompt] = []
         for number, (one, its) in enumerate(zip(given, every_params, strict=True)):
@@ -236,9 +257,9 @@ class LLM:
                 raise _placed(error, number, len(given)) from error.__cause__
         now = time.monotonic()
         batch = []
-        for prompt, its, urgency in zip(prompts, every_params, priorities, strict=True):
+        for prompt, its, urgency, whose in zip(prompts, every_params, priorities, tenants, strict=True):
             request_id = str(next(self._numbers))
-            requests = self._inputs.requests(request_id, prompt, its, words[id(its)], arrival=now, priority=urgency)
+            requests = self._inputs.requests(request_id, prompt, its, words[id(its)], arrival=now, priority=urgency, tenant=whose)
             batch.append((Answer(request_id, prompt, its, engine.text.tokenizer, now), requests))
         self._driver.submit(batch)
         return [answer for answer, _ in batch]
@@ -247,6 +268,8 @@ class LLM:
                 kwargs: Mapping[str, Any] | None) -> str:
         from octavo.text.chat_template import ChatTemplate
 
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise InvalidRequest(f"chat_template must be a template's text, not {shown(chat_template)}", "chat_template")
         template = self._running().text.template
         if template is None or chat_template is not None:
             template = ChatTemplate.of(self.get_tokenizer(), chat_template)
@@ -301,7 +324,7 @@ def _one_each(value: Any, count: int, name: str, kind: type) -> list[Any]:
         raise InvalidRequest(f"{name} has {len(values)} entries for {count} prompts", name)
     for item in values:
         if isinstance(item, bool) or not isinstance(item, kind):
-            raise InvalidRequest(f"{name} must be {kind.__name__} or a sequence of them, not {item!r}", name)
+            raise InvalidRequest(f"{name} must be {kind.__name__} or a sequence of them, not {shown(item)}", name)
     return values
 
 

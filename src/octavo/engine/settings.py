@@ -1,16 +1,24 @@
 """From what a caller writes to a checked Config: types and ranges here, what depends on the model in factory.resolve()."""
 
+import math
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from octavo.config import BLOCK_SIZE, Config, KvConfig, ModelConfig, RunnerConfig, SchedulerConfig
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.engine.compat import check_others
+from octavo.errors import ConfigError, UnsupportedError, shown
 
 DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
 KNOWN_DTYPES = ("float16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "lpm", "fair")
+ADMISSIONS = ("optimistic", "predicted")
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
+MOST_THREADS = 1024  # the native pool's limit
 MOST = 2**20  # sequences or tokens of one step; more is a mistake
 DEFAULT_BATCHED_TOKENS = 512
+MOST_DIGITS = 32  # of a length written as text; a longer one is too large, whatever its unit
 UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}  # vLLM's
 
 
@@ -18,35 +26,37 @@ def make_config(
     model: Any, *, dtype: Any = "auto", quantization: Any = None, max_model_len: Any = None, max_num_seqs: Any = 256,
     max_num_batched_tokens: Any = None, block_size: Any = BLOCK_SIZE, num_kv_blocks: Any = None, kv_cache_memory_bytes: Any = None,
     enable_prefix_caching: Any = None, kv_cache_dtype: Any = "auto", num_threads: Any = None, seed: Any = 0, tokenizer: Any = None,
-    revision: Any = None, scheduling_policy: Any = "fcfs", max_logprobs: Any = 20, generation_config: Any = "auto",
-    chat_template: Any = None, backend: Any = "native",
+    revision: Any = None, scheduling_policy: Any = "fcfs", tenant_weights: Any = None, admission: Any = "optimistic", target_itl_ms: Any = None,
+    max_logprobs: Any = 20, generation_config: Any = "auto", chat_template: Any = None, backend: Any = "native", **others: Any,
 ) -> Config:
-    """Check every setting by itself and sort it into its section; names are vLLM's.
+    """Check every setting by itself and sort it into its section; names are vLLM's. ``others``: see engine/compat.py.
 
     Raises: ConfigError for an impossible value, UnsupportedError for a known one that is not served; both name the setting.
     """
+    check_others(others, (make_config.__kwdefaults__ or {}).keys())
     if not isinstance(model, str) or not model:
         model = _path(model)
     for name, value in (("revision", revision), ("tokenizer", tokenizer), ("chat_template", chat_template)):
         if value is not None and (not isinstance(value, str) or not value):
-            raise ConfigError(f"{name} must be a non-empty string or None, not {value!r}", name)
+            raise ConfigError(f"{name} must be a non-empty string or None, not {shown(value)}", name)
     if quantization is not None:
         raise UnsupportedError(
-            f"quantization={quantization!r} is not served yet: leave it None (GGUF files are dequantized to the compute dtype at load)",
+            f"quantization={shown(quantization)} is not served yet: leave it None (GGUF files are dequantized to the compute dtype at load)",
             "quantization",
         )
     if enable_prefix_caching is not None and not isinstance(enable_prefix_caching, bool):
-        raise ConfigError(f"enable_prefix_caching must be true, false or None, not {enable_prefix_caching!r}", "enable_prefix_caching")
+        raise ConfigError(f"enable_prefix_caching must be true, false or None, not {shown(enable_prefix_caching)}", "enable_prefix_caching")
     if _whole(block_size, "block_size", 1) != BLOCK_SIZE:
-        raise UnsupportedError(f"block_size must be {BLOCK_SIZE}, the width of a kernel tile, not {block_size}", "block_size")
+        raise UnsupportedError(f"block_size must be {BLOCK_SIZE}, the width of a kernel tile, not {shown(block_size)}", "block_size")
     if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
         raise ConfigError(
-            f"num_kv_blocks ({num_kv_blocks}) and kv_cache_memory_bytes ({kv_cache_memory_bytes}) both set the pool's size: give one of them",
+            f"num_kv_blocks ({shown(num_kv_blocks)}) and kv_cache_memory_bytes ({shown(kv_cache_memory_bytes)}) both set the pool's size: "
+            "give one of them",
             "num_kv_blocks",
         )
     kv = KvConfig(
         num_kv_blocks=_maybe(num_kv_blocks, "num_kv_blocks", 1, 2**31 // BLOCK_SIZE - 1),
-        kv_cache_memory_bytes=_maybe(kv_cache_memory_bytes, "kv_cache_memory_bytes", 1),
+        kv_cache_memory_bytes=_maybe(kv_cache_memory_bytes, "kv_cache_memory_bytes", 1, 2**63 - 1),
         kv_cache_dtype=_dtype(kv_cache_dtype, "kv_cache_dtype"),
         enable_prefix_caching=enable_prefix_caching is not False,
     )
@@ -54,11 +64,12 @@ def make_config(
     scheduler = SchedulerConfig(
         max_num_seqs=_whole(max_num_seqs, "max_num_seqs", 1, MOST),
         max_num_batched_tokens=DEFAULT_BATCHED_TOKENS if tokens is None else tokens,
-        policy=_choice(scheduling_policy, "scheduling_policy", POLICIES),
+        policy=_choice(scheduling_policy, "scheduling_policy", POLICIES), tenant_weights=_weights(tenant_weights, scheduling_policy),
+        admission=_choice(admission, "admission", ADMISSIONS), target_itl_ms=_milliseconds(target_itl_ms, "target_itl_ms"),
     )
     runner = RunnerConfig(
         backend=_choice(backend, "backend", ("native", "torch")),
-        num_threads=_maybe(num_threads, "num_threads", 1, 4096),
+        num_threads=_maybe(num_threads, "num_threads", 1, MOST_THREADS),
         max_logprobs=_whole(max_logprobs, "max_logprobs", -1),
         seed=_whole(seed, "seed", -(2**63), 2**64 - 1),
     )
@@ -69,19 +80,57 @@ def make_config(
     return Config(model=section, kv=kv, scheduler=scheduler, runner=runner)
 
 
+def _weights(given: Any, policy: Any) -> tuple[tuple[str, float], ...]:
+    """Shares of tenants: {"a": 2, "b": 1}, or the text "a=2,b=1". Raises: ConfigError."""
+    name = "tenant_weights"
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        pairs = [tuple(part.rpartition("=")[::2]) for part in given.split(",")]
+    elif isinstance(given, Mapping):
+        pairs = list(given.items())
+    else:
+        raise ConfigError(f'{name} must be a mapping of names to weights, or text such as "a=2,b=1", not {given!r}', name)
+    found: dict[str, float] = {}
+    for tenant, weight in pairs:
+        tenant = tenant.strip() if isinstance(tenant, str) else tenant
+        if not isinstance(tenant, str) or not tenant:
+            raise ConfigError(f"{name} holds {tenant!r}={weight}: a tenant's name and its weight, as in a=2, are needed", name)
+        if tenant in found:
+            raise ConfigError(f"{name} names {tenant!r} twice", name)
+        try:
+            share = math.nan if isinstance(weight, bool) else float(weight)
+        except (TypeError, ValueError):
+            share = math.nan
+        if not LEAST_WEIGHT <= share <= MOST_WEIGHT:
+            raise ConfigError(f"{name}: the weight of {tenant!r} must be a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {weight!r}", name)
+        found[tenant] = share
+    if found and policy != "fair":
+        raise ConfigError(f'{name} are shares under scheduling_policy "fair"; it is {policy!r}: choose fair, or leave them out', name)
+    return tuple(found.items())
+
+
+def _milliseconds(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number of milliseconds above 0, or None for no target, not {value!r}", name)
+    return float(value)
+
+
 def context_length(value: Any) -> int | None:
     """``max_model_len`` as tokens: a number, "4096", "32k" (32,000), "32K" (32,768), or None, "auto", -1 for the model's own.
 
     Raises: ConfigError.
     """
-    if value is None or value == "auto" or (value == -1 and not isinstance(value, bool)):
+    if value is None or (isinstance(value, str) and value == "auto") or (type(value) is int and value == -1):
         return None
     if isinstance(value, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", value.strip(), re.ASCII)
         if not found:
-            raise ConfigError(f'max_model_len must be a number of tokens such as 4096, "32k" or "auto", not {value!r}', "max_model_len")
-        exact = float(found[1]) * UNITS[found[2]]
-        value = int(exact) if exact == int(exact) else exact
+            raise ConfigError(f'max_model_len must be a number of tokens such as 4096, "32k" or "auto", not {shown(value)}', "max_model_len")
+        exact = Fraction(found[1]) * UNITS[found[2]] if len(value) <= MOST_DIGITS else Fraction(2**31)
+        value = int(exact) if exact.denominator == 1 else float(exact)
     return _whole(value, "max_model_len", 2, 2**31 - 1)
 
 
@@ -93,30 +142,32 @@ def _path(model: Any) -> str:
     except TypeError:
         path = None
     if not isinstance(path, str) or not path:
-        raise ConfigError(f"model must be a directory, a .gguf file, a Hub id or a short name, not {model!r}", "model")
+        raise ConfigError(f"model must be a directory, a .gguf file, a Hub id or a short name, not {shown(model)}", "model")
     return path
 
 
 def _dtype(value: Any, name: str) -> str:
+    if type(value).__module__ == "torch":  # torch.bfloat16 is a name here
+        value = str(value).removeprefix("torch.")
     if isinstance(value, str) and value in DTYPES:
         return DTYPES[value]
-    if value in KNOWN_DTYPES:
-        raise UnsupportedError(f"{name}={value!r} is not served: auto, bfloat16 and float32 are", name)
-    raise ConfigError(f"{name} must be auto, bfloat16 or float32, not {value!r}", name)
+    if isinstance(value, str) and value in KNOWN_DTYPES:
+        raise UnsupportedError(f"{name}={shown(value)} is not served: auto, bfloat16 and float32 are", name)
+    raise ConfigError(f"{name} must be auto, bfloat16 or float32, not {shown(value)}", name)
 
 
 def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ConfigError(f"{name} must be {' or '.join(choices)}, not {value!r}", name)
-    return str(value)
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} must be {' or '.join(choices)}, not {shown(value)}", name)
+    return value
 
 
 def _whole(value: Any, name: str, low: int, high: int | None = None) -> int:
     span = f"at least {low}" if high is None else f"between {low} and {high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be a whole number {span}, not {value!r}", name)
+        raise ConfigError(f"{name} must be a whole number {span}, not {shown(value)}", name)
     if value < low or (high is not None and value > high):
-        raise ConfigError(f"{name} must be {span}, not {value}", name)
+        raise ConfigError(f"{name} must be {span}, not {shown(value)}", name)
     return value
 
 

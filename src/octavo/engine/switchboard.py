@@ -20,7 +20,7 @@ from octavo.observe.events import Admitted, Preempted
 class Listener(Protocol):
     """Hears what happens to sequences, on the event loop; ``sequence`` is an id in the engine. Once per sequence and in this order:"""
 
-    def arrived(self, sequences: Iterable[str], num_prompt: int, params: SamplingParams, arrival: float) -> None:
+    def arrived(self, sequences: Iterable[str], num_prompt: int, params: SamplingParams, arrival: float, tenant: str) -> None:
         """A request was accepted; its n sequences."""
 
     def batch(self, batch: Batch, now: float) -> None:
@@ -82,7 +82,7 @@ class Switchboard:
             flight.open.add(request.id)
             self.queued.add(request.id)
             self.sequences[request.id] = flight, index
-        self._tell("arrived", [request.id for request in requests], num_prompt, flight.params, now)
+        self._tell("arrived", [request.id for request in requests], num_prompt, flight.params, now, requests[0].tenant)
 
     def deliver(self, batch: Batch) -> None:
         """Hand out one step's news."""

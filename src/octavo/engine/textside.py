@@ -1,12 +1,14 @@
 """The text side of an engine: tokenizer, chat template, end tokens, sampling defaults. The server's process holds it, the engine's never."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octavo.config import Config
 from octavo.core.sampling import SamplingParams
-from octavo.errors import CheckpointError, ConfigError, InvalidRequest
+from octavo.errors import CheckpointError, ConfigError, InvalidRequest, UnsupportedError, shown
+from octavo.files import is_there
 from octavo.models.spec import ModelSpec
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import load_tokenizer
@@ -17,6 +19,7 @@ SAMPLING_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min
 # Normalizers by class: how many times fewer bytes they can make of a text. Others may drop any number of spaces, say.
 # NFC: three bytes each of up to three Hangul jamo become one syllable of three; Prepend and Replace serve SentencePiece's spaces.
 SHRINKS = {"NoneType": 1, "NFC": 3}
+MAX_TEMPLATE = 1 << 24  # bytes
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -29,6 +32,22 @@ class TextSide:
     defaults: SamplingParams  # the model's own sampling parameters
     template: ChatTemplate | None  # None: without a tokenizer
 
+    def notes(self, vocab: int) -> list[str]:
+        """What a start should tell people. ``vocab``: rows of the model's embedding."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return ["no tokenizer came with the model: prompts must be token ids, and outputs have no text"]
+        found = []
+        if beyond := [token for token in range(vocab, tokenizer.vocab_size) if tokenizer.id_to_token(token) is not None]:
+            found.append(
+                f"the tokenizer has {len(beyond)} tokens beyond the model's {vocab}, the first is {shown(tokenizer.id_to_token(beyond[0]))} "
+                f"({beyond[0]}): prompts that hold one are refused"
+            )
+        if tokenizer.dropped:
+            names = bytes(tokenizer.dropped).hex(" ")
+            found.append(f"the vocabulary has no token for the bytes {names} (control characters and the like): texts lose them")
+        return found
+
     def longest_token(self) -> int | None:
         """The most bytes of a text that one token takes in; None where no number can be told. Cost: one pass over the vocabulary."""
         tokenizer = self.tokenizer
@@ -40,28 +59,53 @@ class TextSide:
 
 
 def load_text(config: Config, path: Path, checkpoint: Any, spec: ModelSpec) -> TextSide:
-    """Tokenizer, end tokens and sampling defaults. Raises: CheckpointError, UnsupportedError."""
-    if config.model.tokenizer is not None:
-        path = hub.resolve(config.model.tokenizer, config.model.revision if "/" in config.model.tokenizer else None)
-        checkpoint = open_checkpoint(path) if path.is_file() else None
-    metadata = getattr(checkpoint, "metadata", None) if path.is_file() else None
-    has_one = "tokenizer.ggml.model" in metadata if metadata is not None else any((path / name).exists() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(path, metadata) if has_one or config.model.tokenizer is not None else None
+    """Tokenizer, end tokens and sampling defaults. Raises: CheckpointError, UnsupportedError, ConfigError."""
+    given = config.model.tokenizer
+    if given is not None:
+        path = _tokenizer_path(given, config.model.revision)
+        checkpoint = None if os.path.isdir(path) else open_checkpoint(path)
+    metadata = None if os.path.isdir(path) else getattr(checkpoint, "metadata", None)
+    has_one = "tokenizer.ggml.model" in metadata if metadata is not None else any(is_there(path / name) for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(path, metadata) if has_one or given is not None else None
     ends = (*spec.eos_ids, *(() if tokenizer is None else tokenizer.end_ids))
     generation = getattr(checkpoint, "generation_config", None) if config.model.generation_config else None
     override = None if config.model.chat_template is None else read_template(config.model.chat_template)
     template = None if tokenizer is None else ChatTemplate.of(tokenizer, override)
+    if override is not None:
+        _check_template(override)
     return TextSide(tokenizer, tuple(dict.fromkeys(token for token in ends if token < spec.vocab)), sampling_defaults(generation), template)
+
+
+def _tokenizer_path(given: str, revision: str | None) -> Path:
+    """Where the setting tokenizer leads: also to a directory that holds a tokenizer and no model."""
+    directory = Path(given)
+    if os.path.isdir(directory) and is_there(directory / "tokenizer.json"):
+        return directory
+    return hub.resolve(given, revision if "/" in given and not os.path.exists(given) else None, setting="tokenizer")
 
 
 def read_template(given: str) -> str:
     """The setting chat_template: a file's path, or the template itself. Raises: ConfigError."""
     try:
-        if "{" not in given:
-            return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if "{" in given:
+            return given
+        with open(given, "rb") as file:  # a pipe may be meant: <(echo …)
+            data = file.read(MAX_TEMPLATE + 1)
+        if len(data) > MAX_TEMPLATE:
+            raise ConfigError(f"chat_template: {shown(given)} has more than {MAX_TEMPLATE} bytes", "chat_template")
+        return data.decode()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"chat_template is neither a template nor a file that can be read: {error}", "chat_template") from None
-    return given
+
+
+def _check_template(source: str) -> None:
+    """Notice a broken template at the start, not at the first chat. Raises: ConfigError."""
+    try:
+        ChatTemplate(source).compile()
+    except UnsupportedError as error:
+        raise ConfigError(f"chat_template: {error.message}", "chat_template") from error
 
 
 def sampling_defaults(generation: dict[str, Any] | None) -> SamplingParams:

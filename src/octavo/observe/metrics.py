@@ -12,6 +12,8 @@ What a number means, where that is a choice:
   its reason: also abort (the client left) and error.
 - Time to first token and end-to-end time run from the request's arrival to the moment the API process has the tokens in hand; everything else is
   on the engine's clock (the same monotonic clock): queue until first scheduled, prefill until the first token, decode until the last one.
+- Tokens per tenant are counted as the totals are. Clients choose their names, so only ``MOST_TENANTS`` get a label: those that the
+  setting tenant_weights names, then the first ones seen; all others are counted together as "(other)", those without a name as "(none)".
 - A delta of several tokens (speculation) is one gap of ``inter_token_latency_seconds``.
 """
 
@@ -41,6 +43,8 @@ PER_TOKEN = (.0005, .001, .0015, .002, .003, .004, .005, .006, .0075,
 REQUEST = (.005, .01, .025, .05, .1, .2, .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PARAM_N = (1, 2, 5, 10, 20)
+MOST_TENANTS = 64  # labels
+NO_TENANT, OTHER_TENANTS = "(none)", "(other)"
 
 HISTOGRAMS: dict[str, tuple[tuple[float, ...] | None, str]] = {  # None: token counts, up to the context
     "time_to_first_token_seconds": (TTFT, "Arrival to first token."),
@@ -90,10 +94,11 @@ class Histogram:
 class _Times:
     """One open sequence: what its last numbers are computed from."""
 
-    __slots__ = ("arrival", "first", "last", "num_prompt", "num_tokens", "scheduled")
+    __slots__ = ("arrival", "first", "last", "num_prompt", "num_tokens", "scheduled", "tenant")
 
-    def __init__(self, arrival: float, num_prompt: int) -> None:
+    def __init__(self, arrival: float, num_prompt: int, tenant: list[int]) -> None:
         self.arrival = arrival
+        self.tenant = tenant
         self.num_prompt = num_prompt
         self.num_tokens = 0
         self.scheduled = self.first = self.last = -1.0  # the engine's clock; -1: not yet
@@ -118,6 +123,8 @@ class Metrics(Collector):
             "block_size": str(config.kv.block_size), "cache_dtype": config.kv.kv_cache_dtype,
             "enable_prefix_caching": str(config.kv.enable_prefix_caching), "num_kv_blocks": str(config.kv.num_kv_blocks),
         }
+        named = [name for name, _ in config.scheduler.tenant_weights][: MOST_TENANTS - 1]
+        self.tenants: dict[str, list[int]] = {name: [0, 0] for name in (NO_TENANT, *named)}  # label → prompt tokens, generated tokens
         self._open: dict[str, _Times] = {}
         self._gap = self.histograms["inter_token_latency_seconds"]
         self._registry = CollectorRegistry(auto_describe=False)
@@ -141,11 +148,12 @@ class Metrics(Collector):
 
     # -- what happens
 
-    def arrived(self, sequences: Iterable[str], num_prompt: int, params: "SamplingParams", arrival: float) -> None:
+    def arrived(self, sequences: Iterable[str], num_prompt: int, params: "SamplingParams", arrival: float, tenant: str = "") -> None:
         """A request was accepted; ``sequences`` are the ids of its n parts in the engine."""
         self.histograms["request_params_n"].observe(params.n)
+        counts = self._tenant(tenant)
         for sequence in sequences:
-            self._open[sequence] = _Times(arrival, num_prompt)
+            self._open[sequence] = _Times(arrival, num_prompt, counts)
 
     def batch(self, batch: "Batch", now: float) -> None:
         """One step's news, at ``now`` when the API process has them."""
@@ -204,15 +212,25 @@ class Metrics(Collector):
             return  # ended for its caller by a stop string or a disconnect: nobody gets these tokens
         count = len(delta.tokens)
         self.generation_tokens += count
+        times.tenant[1] += count
         if times.first < 0:
             times.first = at
             self.prompt_tokens += times.num_prompt
             self.prompt_tokens_cached += delta.num_cached
+            times.tenant[0] += times.num_prompt
             self.histograms["time_to_first_token_seconds"].observe(now - times.arrival)
         else:
             self._gap.observe(at - times.last)
         times.last = at
         times.num_tokens += count
+
+    def _tenant(self, name: str) -> list[int]:
+        """[prompt tokens, generated tokens] of a tenant, or of those that share a label."""
+        counts = self.tenants.get(name or NO_TENANT)
+        if counts is None:
+            label = (name or NO_TENANT) if len(self.tenants) < MOST_TENANTS else OTHER_TENANTS
+            counts = self.tenants.setdefault(label, [0, 0])
+        return counts
 
     # -- the scraper
 
@@ -249,6 +267,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=names)
             counter.add_metric(values, value)
             yield counter
+        for place, (name, text) in enumerate((("prompt", "Prompt tokens computed, by tenant."), ("generation", "Tokens generated, by tenant."))):
+            tokens = CounterMetricFamily(f"{PREFIX}tenant_{name}_tokens", text, labels=[*names, "tenant"])
+            for tenant, counts in self.tenants.items():
+                tokens.add_metric([*values, tenant], counts[place])
+            yield tokens
         success = CounterMetricFamily(PREFIX + "request_success", "Sequences ended, by reason.", labels=[*names, "finished_reason"])
         for reason, count in self.ended_by.items():
             success.add_metric([*values, reason], count)

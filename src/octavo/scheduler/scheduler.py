@@ -4,7 +4,7 @@ The one rule: a running request's ``num_computed`` catches up with the tokens th
 step, and when nothing is left to compute the step samples. There is no prefill and no decode. Five hooks, and no
 branch for any feature: the policy, the admission predicates, the KvManager, ``lookahead`` and ``budget(now)``.
 
-Who is served. Running requests go by pending tokens, ascending, then rank: decodes before chunks, so that no early
+Who is served. Running requests go by pending tokens, ascending, then urgency: decodes before chunks, so that no early
 partial prefill takes the whole budget. Equals that a step cannot all serve take turns (who was served longest ago is
 first). A request is admitted only with budget that is left when every running one is served in full; so running
 requests are never more than the budget, and under a steady budget each is served at every step. When the budget
@@ -17,6 +17,7 @@ nobody passes the head of the queue.) There are few preemptions, too: one happen
 for a newly sampled token, a resumed request gets the blocks of its whole context at once, and output tokens are kept.
 So each block boundary of each request costs one preemption that frees a block, at most: in all, no more than the blocks
 that all requests would take side by side. (A victim that shares all of its blocks frees none; another follows.)
+That holds whoever the victims are, so also where the order moves (fair, lpm).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResul
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerDied
 from octavo.kv.manager import NO_MATCH, KvManager, Match
 from octavo.observe.events import Admitted, Event, Finished, Preempted
+from octavo.scheduler.admission import Predicted
+from octavo.scheduler.itl import ItlBudget
 from octavo.scheduler.policy import Policy, make_policy
 from octavo.scheduler.queue import WaitingQueue
 
@@ -64,7 +67,8 @@ class Scheduler:
     ``plan`` may be called again before the last plan's result is committed; results are committed in plan order.
     ``admission``: a request at the head of the queue is admitted only when all of these say yes; while one says no,
     nobody passes it. ``lookahead``: token slots to reserve beyond the known ones (where a drafter writes). ``budget``:
-    the token budget at a time, at most ``max_num_batched_tokens``, which is also the default.
+    the token budget at a time, at most ``max_num_batched_tokens``, which is also the default. Policy, the predicate of
+    predicted admission and the budget of ``target_itl_ms`` are made from ``config`` where they are not given.
     """
 
     def __init__(
@@ -82,13 +86,15 @@ class Scheduler:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(config, name)}", name)
         self.config = config
         self.kv = kv
-        self.policy = policy or make_policy(config.policy)
+        self.policy = policy or make_policy(config.policy, cached_tokens=self.cached_tokens, weights=dict(config.tenant_weights))
         self.counters = Counters()
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []
-        self._admission = admission
+        self._predicted = Predicted(self.running, kv, self._limit) if config.admission == "predicted" else None
+        self._admission: list[AdmissionPredicate] = [*admission, *([self._predicted] if self._predicted else [])]
         self._lookahead = lookahead
-        self._budget = budget
+        self._itl = None if config.target_itl_ms is None else ItlBudget(config.target_itl_ms, config.max_num_batched_tokens, self.running)
+        self._budget = budget or self._itl
         self._requests: dict[str, Request] = {}  # waiting and running
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones, the next at the end
         self._freed: list[int] = []  # given up since the last plan
@@ -141,12 +147,17 @@ class Scheduler:
         if request.fork_of in self._requests:
             self._parked.setdefault(request.fork_of, []).append(request)
         else:
-            self.waiting.push(request)
+            self._enqueue(request)
 
     def abort(self, request_id: str) -> Delta | None:
         """End a request now, wherever it is; its last Delta, or None when it is unknown or has ended already."""
         request = self._requests.get(request_id)
         return None if request is None else self._end(request, Delta(request_id, finish_reason="abort", num_cached=request.num_cached))
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens that the prefix cache would spare this request now. Changes nothing."""
+        scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
+        return self.kv.match(request.tokens, request.block_keys).num_tokens if scored else 0
 
     def take_events(self) -> list[Event]:
         """What happened since the last plan. Without this call it is in the next plan's ``events``."""
@@ -190,8 +201,8 @@ class Scheduler:
 
     def _serve_running(self, budget: int, chosen: dict[Request, _Part]) -> int:
         """Give running requests their tokens. Returns the budget that is left."""
-        rank, kv, lookahead = self.policy.rank, self.kv, self._lookahead
-        queue = [(r.num_pending, rank(r), r.served, r) for r in self.running]  # served differs: requests are never compared
+        urgency, kv, lookahead = self.policy.urgency, self.kv, self._lookahead
+        queue = [(r.num_pending, urgency(r), r.served, r) for r in self.running]  # served differs: requests are never compared
         queue.sort()
         for pending, _, _, request in queue:
             if budget <= 0:
@@ -221,6 +232,8 @@ class Scheduler:
         The blocks of the whole known context are taken at once, and one more must be there (unless the request can
         never use it): so nobody starts only to be preempted in the middle of its prompt for want of its own blocks.
         """
+        if budget > 0 and self._slots and len(self.waiting):
+            self.policy.refresh(self.waiting)
         while budget > 0 and self._slots:
             request = self.waiting.first()
             if request is None or not all(allows(request) for allows in self._admission):
@@ -241,11 +254,13 @@ class Scheduler:
             request.known = length
             if match.tail is not None:
                 self._copies.append((match.tail, table[len(match.blocks)]))
-            if request.preemptions == 0 and fork is None:
-                request.num_cached = match.num_tokens
-                if scored and request.block_keys is not None:
-                    self.counters.cache_queries += length
-                    self.counters.cache_hits += match.num_tokens
+            if request.preemptions == 0:
+                if fork is None:
+                    request.num_cached = match.num_tokens
+                    if scored and request.block_keys is not None:
+                        self.counters.cache_queries += length
+                        self.counters.cache_hits += match.num_tokens
+                self.policy.charge(request, length - match.num_tokens, 0)
             take = min(length - match.num_tokens, budget)
             self.kv.grow(request.id, match.num_tokens + take)
             keys += self._seal(request, match.num_tokens + take)  # the next one admitted may use it
@@ -269,7 +284,12 @@ class Scheduler:
     def _unpark(self, parent: Request) -> None:
         """Those that waited for this one's prompt go to their places in the queue."""
         for request in self._parked.pop(parent.id, ()):
-            self.waiting.push(request)
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """A new request joins the queue: from now on the policy knows it."""
+        self.policy.arrived(request, self.waiting)
+        self.waiting.push(request)
 
     def _shortage(self, needy: Request, tokens: int) -> str:
         """Why somebody has to give way, in words."""
@@ -320,8 +340,8 @@ class Scheduler:
             request.served = self._turn
             if sample:
                 request.ahead += 1
+                charge(request, 0, 1)
             total += take
-            charge(request, take)
         self.counters.tokens_planned += total
         freed, self._freed = self._freed, []
         self._in_flight[number] = list(chosen)
@@ -341,6 +361,8 @@ class Scheduler:
         """
         _compare(plan, result)
         self._sealed.pop(plan.number, None)
+        if self._itl is not None:
+            self._itl.stepped(plan.num_tokens, result.seconds)
         deltas = []
         for request, item, found in zip(self._in_flight.pop(plan.number), plan.items, result.slots, strict=True):
             if request.epoch != item.epoch:
@@ -398,19 +420,24 @@ class Scheduler:
 
     def _end(self, request: Request, delta: Delta) -> Delta:
         """The one way out: everything the request held is given up. Returns its last delta."""
+        parked = False
         if request.state is State.RUNNING:
             self._leave_slot(request)
         else:
             siblings = self._parked.get(request.fork_of, [])
-            if request in siblings:
+            if parked := request in siblings:
                 siblings.remove(request)
             else:
                 self.waiting.remove(request)
             request.epoch += 1
-        self._unpark(request)
         request.state = State.FINISHED
         del self._requests[request.id]
         assert delta.finish_reason is not None
+        if not parked:
+            self.policy.ended(request)
+        self._unpark(request)
+        if self._predicted is not None:
+            self._predicted.ended(request, delta.finish_reason)
         self._events.append(Finished(request.id, delta.finish_reason))
         return delta
 

@@ -46,7 +46,7 @@ def create_app(llm: "AsyncLLM", settings: ServerSettings, metrics: Any | None = 
     text = document(settings, context.names, metrics is not None)
     app.router.routes.append(Route("/openapi.json", _static(text), methods=["GET"]))
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Guard, api_keys=settings.api_keys)
+    app.add_middleware(Guard, api_keys=settings.api_keys, key_names=settings.key_names)
     if settings.cors_origins:  # outermost: a browser asks for permission without a key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"],

@@ -4,6 +4,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.inputs import check_priority
 from octavo.server.answers import ChatChoice, ChatMessage, ChatResponse
 from octavo.server.body import read_json
 from octavo.server.collect import chat_logprobs
@@ -30,6 +31,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     llm, settings = context.llm, context.settings
     context.check_model(request.model)
     answer_id = context.new_id("chatcmpl", request.request_id, http)
+    tenant = context.tenant(request.user, http)
     tools = check_tools(request)
     check_unserved(request, ChatRequest)
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -39,6 +41,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
         max_tokens_field=field,
     )
     llm.inputs.check(params)
+    check_priority(request.priority or 0, llm.config.scheduler.policy)
     messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
     options = template_options(request)
     documents = free_json(request.documents, list[Json], "documents")
@@ -47,7 +50,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     room = llm.max_model_len - (asked or 1)
     prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens), settings=settings, field="messages")
     check_room(len(prompt.ids), asked, llm.max_model_len, field)
-    return Job(context, request, answer_id, [prompt], params, params.n), _lead(request, messages)
+    return Job(context, request, answer_id, [prompt], params, params.n, tenant=tenant), _lead(request, messages)
 
 
 def _alternatives(request: ChatRequest) -> int | None:

@@ -8,7 +8,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.engine.inputs import Prompt
+from octavo.engine.inputs import Prompt, check_priority
 from octavo.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse
 from octavo.server.body import read_json
 from octavo.server.collect import Offsets, completion_logprobs
@@ -32,6 +32,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     llm, settings = context.llm, context.settings
     context.check_model(request.model)
     answer_id = context.new_id("cmpl", request.request_id, http)
+    tenant = context.tenant(request.user, http)
     check_unserved(request, CompletionRequest)
     prompt_only = request.max_tokens == 0
     if prompt_only and not request.echo:
@@ -44,6 +45,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
         prompt_logprobs=scores,
     )
     llm.inputs.check(params)
+    check_priority(request.priority or 0, llm.config.scheduler.policy)
     given = parse_prompts(request.prompt, llm.max_model_len, settings)
     count = len(given) * params.n
     if count > settings.max_choices:
@@ -58,7 +60,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     n = params.n
     if prompt_only:  # one run scores the prompt for all n
         params = msgspec.structs.replace(params, n=1, logprobs=None)
-    return Job(context, request, answer_id, prompts, params, n, prompt_only)
+    return Job(context, request, answer_id, prompts, params, n, prompt_only, tenant)
 
 
 class CompletionFormat:

@@ -54,6 +54,20 @@ class Context:
             raise invalid("request_id must be 1 to 128 visible ASCII characters", "request_id")
         return f"{prefix}-{wanted or http.state.request_id}"
 
+    def tenant(self, user: str | None, http: Request) -> str:
+        """Whose request this is: the name of its API key, else the header X-Tenant, else the field ``user``, else nobody's ("").
+
+        Header and field are taken at their word: where tenants must not pass for each other, give each a key with a name.
+
+        Raises: ApiError, InvalidRequest for a name that is impossible, even where another counts.
+        """
+        header = http.headers.get("x-tenant")
+        if header is not None and not _ID.fullmatch(header):
+            raise invalid("the header X-Tenant must be 1 to 128 visible ASCII characters", "X-Tenant")
+        if user is not None:
+            self.llm.inputs.check_tenant(user, "user")
+        return getattr(http.state, "key_name", "") or header or user or ""
+
     def engine_id(self, answer_id: str) -> str:
         """The id in the engine, unique even where clients repeat themselves."""
         return f"{answer_id}.{next(self._numbers)}"

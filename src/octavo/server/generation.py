@@ -36,6 +36,7 @@ class Job:
     params: SamplingParams
     n: int  # answers per prompt; params.n is 1 where only the prompt is wanted
     prompt_only: bool = False  # echo with max_tokens 0: nothing is generated
+    tenant: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     given: int = field(init=False)  # tokens of all prompts
     made: int = 0  # tokens of all answers
@@ -65,8 +66,8 @@ class Job:
                 if self.prompt_only and self.params.prompt_logprobs is None:
                     generators.append(_unrun(prompt))
                 else:
-                    salted = replace(prompt, cache_salt=salt)
-                    generators.append(llm.generate(salted, self.params, request_id=self.context.engine_id(self.id), priority=urgency))
+                    name, salted = self.context.engine_id(self.id), replace(prompt, cache_salt=salt)
+                    generators.append(llm.generate(salted, self.params, request_id=name, priority=urgency, tenant=self.tenant))
         except BaseException:
             for generator in generators:
                 await generator.aclose()

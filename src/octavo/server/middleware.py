@@ -19,10 +19,13 @@ _ID = re.compile(rb"[!-~]{1,128}")
 
 
 class Guard:
-    """Gives each request its id (the client's X-Request-Id, or a new one), checks its key, and answers 500 where something broke."""
+    """Gives each request its id (the client's X-Request-Id, or a new one), checks its key (whose name becomes ``state.key_name``), and
+    answers 500 where something broke.
+    """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = (), key_names: Sequence[tuple[str, str]] = ()) -> None:
         self.app = app
+        self._names = [dict(key_names).get(key, "") for key in api_keys]
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,9 +46,12 @@ class Guard:
             await send(message)
 
         try:
-            if self._digests and scope["path"] not in OPEN_PATHS and not self._allowed(scope):
-                await reply(_DENIED)(scope, receive, send_named)
-                return
+            if self._digests and scope["path"] not in OPEN_PATHS:
+                name = self._name(scope)
+                if name is None:
+                    await reply(_DENIED)(scope, receive, send_named)
+                    return
+                scope["state"]["key_name"] = name
             await self.app(scope, receive, send_named)
         except Disconnected:
             return  # whatever ran for it has ended; there is nobody to tell
@@ -55,12 +61,13 @@ class Guard:
                 raise
             await reply(INTERNAL)(scope, receive, send_named)
 
-    def _allowed(self, scope: Scope) -> bool:
+    def _name(self, scope: Scope) -> str | None:
+        """The name of the key that was sent, "" for one without; None for a wrong key or none."""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, key = given.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, so that time tells nothing
-        return kind.lower() == b"bearer" and any(matches)
+        return self._names[matches.index(True)] if kind.lower() == b"bearer" and any(matches) else None
 
 
 def reply(error: ApiError) -> Response:

@@ -78,6 +78,11 @@ def _operation(path: str, operation: tuple[str, str, type | None, type, tuple[in
     if request is not None:
         kind = RELAXED[request] if settings.allow_unknown_fields else request
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(kind)}}}
+    if request in (CompletionRequest, ChatRequest):
+        found["parameters"] = [{
+            "name": "X-Tenant", "in": "header", "required": False, "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
+            "description": "Whose share of the engine this is, where the API key has no name.",
+        }]
     if "{model_id}" in path:
         found["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
     if path == "/health":

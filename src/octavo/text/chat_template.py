@@ -5,11 +5,11 @@ The rendered text is complete: encode it with ``add_special_tokens=False``.
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import InvalidRequest, UnsupportedError
+from octavo.errors import InvalidRequest, UnsupportedError, shown
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template, nodes
@@ -42,6 +42,11 @@ class ChatTemplate:
         """The names of the templates there are."""
         return list(self._sources)
 
+    def compile(self) -> None:
+        """Compile every template now. Raises: UnsupportedError for one that is broken."""
+        for name in self._sources:
+            self._pick(name, False)
+
     def mentions(self, word: str) -> bool:
         """Whether a template's source holds a word, such as the name of a role."""
         return any(word in source for source in self._sources.values())
@@ -73,6 +78,8 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt exclude each other: one goes on with a message, the other begins one",
                 "continue_final_message",
             )
+        if variables is not None and not (isinstance(variables, Mapping) and all(isinstance(key, str) for key in variables)):
+            raise InvalidRequest(f"chat_template_kwargs must be an object of named values, not {shown(variables)}", "chat_template_kwargs")
         variables = {**(variables or {}), **kwargs}
         if clash := sorted(_RESERVED & variables.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not hold {clash[0]!r}: that is set by the request itself", "chat_template_kwargs")
@@ -86,11 +93,12 @@ class ChatTemplate:
                 **self._special_tokens,
                 **variables,
                 "messages": chat,
-                "tools": copy.deepcopy(tools),
-                "documents": copy.deepcopy(documents),
+                "tools": _copy(tools, "tools"),
+                "documents": _copy(documents, "documents"),
                 "add_generation_prompt": add_generation_prompt,
             }
         )
+        _check_unicode(text, chat)
         return _cut(text, final) if continue_final_message else text
 
     def _pick(self, name: str | None, has_tools: bool) -> "_Compiled":
@@ -186,14 +194,60 @@ def _checked(messages: Sequence[Mapping[str, Any]], wants_parts: bool) -> list[d
         if not isinstance(message, Mapping):
             raise InvalidRequest(f"messages[{i}] must be an object with role and content, not {type(message).__name__}", f"messages[{i}]")
         if not isinstance(message.get("role"), str):
-            raise InvalidRequest(f"messages[{i}].role must be text, not {message.get('role')!r}", f"messages[{i}].role")
-        copied = copy.deepcopy(dict(message))
-        if "content" in copied:
-            copied["content"] = _content(copied["content"], f"messages[{i}].content", wants_parts)
-        for j, call in enumerate(copied.get("tool_calls") or []):
+            raise InvalidRequest(f"messages[{i}].role must be text, not {shown(message.get('role'))}", f"messages[{i}].role")
+        copied = _copy(dict(message), f"messages[{i}]")
+        calls = copied.get("tool_calls") or []
+        if not isinstance(calls, list | tuple):
+            raise InvalidRequest(f"messages[{i}].tool_calls must be a list, not {shown(calls)}", f"messages[{i}].tool_calls")
+        if copied.get("content") is None:  # a template would write it out as "None"
+            if not (calls and copied["role"] == "assistant"):
+                raise InvalidRequest(f"messages[{i}].content is missing: text, or a list of text parts", f"messages[{i}].content")
+            copied["content"] = ""
+        copied["content"] = _content(copied["content"], f"messages[{i}].content", wants_parts)
+        for j, call in enumerate(calls):
             _parse_arguments(call, f"messages[{i}].tool_calls[{j}].function.arguments")
         chat.append(copied)
     return chat
+
+
+def _check_unicode(text: str, chat: list[dict[str, Any]]) -> None:
+    """Lone surrogates have no encoding: say here which message has them, rather than nowhere in particular later."""
+    if _encodes(text):
+        return
+    for i, message in enumerate(chat):
+        for name, value in message.items():
+            if not all(map(_encodes, _texts(value))):
+                raise InvalidRequest(f"messages[{i}].{name} is no valid Unicode: it holds a lone surrogate", f"messages[{i}].{name}")
+    raise InvalidRequest("the rendered messages are no valid Unicode: they hold a lone surrogate", "messages")
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _texts(key)
+            yield from _texts(each)
+
+
+def _copy(value: Any, where: str) -> Any:
+    """A copy that a template may change. Raises: InvalidRequest for what is no plain data."""
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # generators, locks, absurd nesting: any object may refuse, in its own way
+        raise InvalidRequest(f"{where} must be plain data: {type(error).__name__}: {error}", where) from error
 
 
 def _content(content: Any, where: str, wants_parts: bool) -> Any:

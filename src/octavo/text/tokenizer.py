@@ -6,7 +6,7 @@ So a streamed text (engine/detokenize.py) and a text decoded at once are the sam
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,6 +122,38 @@ class Tokenizer:
             copy.encode_special_tokens = True
             self._literal = copy
         return self._literal
+
+    # as transformers' tokenizers are called
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """Ids of a text, or of several: {"input_ids": …, "attention_mask": …}. Raises: as encode()."""
+        if isinstance(text, list):
+            every = [self.encode(each, add_special_tokens) for each in text]
+            return {"input_ids": every, "attention_mask": [[1] * len(ids) for ids in every]}
+        ids = self.encode(text, add_special_tokens)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """``bos_id``."""
+        return self.bos_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """``eos_id``."""
+        return self.eos_id
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], chat_template: str | None = None, *, tokenize: bool = True, **options: Any
+    ) -> str | list[int]:
+        """A conversation as the model was trained on it: its text or, with ``tokenize``, its ids.
+
+        ``options`` are ChatTemplate.render's; as in transformers, the model's turn is not begun by default. Raises: as that.
+        """
+        from octavo.text.chat_template import ChatTemplate
+
+        text = ChatTemplate.of(self, chat_template).render(conversation, **({"add_generation_prompt": False} | options))
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     # ids → text
 

@@ -77,10 +77,10 @@ def _count(part: Part) -> int:
 def _make(checkpoint: Any, rule: WeightRule, provider: Provider, dtype: str, layout: str, pairwise_rotary: bool) -> Any:
     tensors = []
     for part in rule.parts:
-        name = getattr(part, layout)
-        tensor = convert(checkpoint.read(name), "float32" if rule.kind == "vector" else dtype)
+        name, kept = getattr(part, layout), "float32" if rule.kind == "vector" else dtype
+        tensor = convert(checkpoint.read(name), kept)
         if (where := first_not_finite(tensor)) is not None:
-            raise CheckpointError(f"{name} holds a number that is not finite in {dtype}, at {list(where)}: damaged, or made by a run that diverged", name)
+            raise CheckpointError(f"{name} holds a number that is not finite in {kept}, at {list(where)}: damaged, or its training diverged", name)
         tensors.append(to_halves(tensor, part.rotary_heads) if pairwise_rotary and part.rotary_heads else tensor)
     if rule.kind == "linear":
         return provider.linear(tensors, interleave=rule.interleave)

@@ -1,0 +1,167 @@
+"""Runs a load through the real scheduler and engine core in virtual time: what a policy does to whom, in milliseconds of computing.
+
+No tensor, no token that means anything and no check of plans (that is SimExecutor's): only lengths and times.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from octavo.config import SchedulerConfig
+from octavo.core.request import Request
+from octavo.core.sampling import SamplingParams
+from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
+from octavo.engine.core import EngineCore
+from octavo.kv.manager import KvManager
+from octavo.observe.events import Admitted, Event, Preempted
+from octavo.scheduler.scheduler import Counters, Scheduler
+from octavo.simulate.executor import VirtualClock
+
+END = 0  # the token that ends an output
+WORD = 1  # any other
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of a load. ``output``: the tokens after which it ends by itself; ``most``: what it asks for at most."""
+
+    arrival: float  # seconds
+    prompt: Sequence[int]
+    output: int
+    tenant: str = ""
+    priority: int = 0
+    most: int | None = None  # None: exactly its output
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of a job. Times are of the virtual clock, in seconds."""
+
+    job: Job
+    admitted: float | None = None  # for the first time
+    tokens: list[float] = field(default_factory=list)  # when each came
+    finish_reason: str | None = None
+    preemptions: int = 0
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.tokens[0] - self.job.arrival
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between its tokens."""
+        return [after - before for before, after in zip(self.tokens, self.tokens[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A load's records, in the order of the jobs given, and what the engine counted."""
+
+    records: list[Record]
+    counters: Counters
+    seconds: float  # until everything had ended
+
+    def of(self, tenant: str) -> list[Record]:
+        """One tenant's records."""
+        return [record for record in self.records if record.job.tenant == tenant]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """Seconds of a step: ``fixed`` + ``token`` for each of its tokens + ``context`` for each token that an item looks back on."""
+
+    fixed: float
+    token: float
+    context: float = 0.0
+
+    def __call__(self, plan: StepPlan) -> float:
+        """The plan's."""
+        return self.fixed + self.token * plan.num_tokens + self.context * sum(item.start for item in plan.items)
+
+
+class LengthsExecutor:
+    """Ends each output at its length, and lets the clock pass. Implements engine.executor.Executor."""
+
+    def __init__(self, lengths: dict[str, int], clock: VirtualClock, cost: Callable[[StepPlan], float]) -> None:
+        self._lengths = lengths
+        self._clock = clock
+        self._cost = cost
+        self._slots: dict[int, SlotInit] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Take the time that the plan costs."""
+        for item in plan.items:
+            if item.init is not None:
+                self._slots[item.slot] = item.init
+        seconds = self._cost(plan)
+        self._clock.advance(seconds)
+        return StepResult(plan.number, [SlotResult(i.slot, i.epoch, [self._token(i)] if i.sample else []) for i in plan.items], seconds)
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    def _token(self, item: PlanItem) -> int:
+        init = self._slots[item.slot]
+        number = item.start + len(item.tokens) - init.prompt_len + 1
+        return END if number >= self._lengths[init.request_id] else WORD
+
+
+def simulate(
+    jobs: Sequence[Job], config: SchedulerConfig, kv: KvManager, cost: Callable[[StepPlan], float], *,
+    observe: Callable[[Scheduler, float], None] | None = None,
+) -> Outcome:
+    """Serve a load from its first arrival to its last end. ``observe`` sees scheduler and time after each step.
+
+    Raises: WorkerDied, AssertionError when the engine stops getting on.
+    """
+    clock = VirtualClock()
+    names = [f"j{place}" for place in range(len(jobs))]
+    executor = LengthsExecutor(dict(zip(names, (job.output for job in jobs), strict=True)), clock, cost)
+    scheduler = Scheduler(config, kv)
+    core = EngineCore(scheduler, executor, clock)
+    records = {name: Record(job) for name, job in zip(names, jobs, strict=True)}
+    core.observers.append(lambda event, now: _hear(records, event, now))
+    coming = sorted(names, key=lambda name: jobs[int(name[1:])].arrival, reverse=True)
+    while coming or core.has_work:
+        if not core.has_work:
+            clock.now = max(clock.now, records[coming[-1]].job.arrival)
+        while coming and records[coming[-1]].job.arrival <= clock.now:
+            name = coming.pop()
+            core.add(_request(name, records[name].job))
+        steps = core.counters.steps
+        for delta in core.step():
+            records[delta.request_id].tokens.extend([clock.now] * len(delta.tokens))
+            records[delta.request_id].finish_reason = delta.finish_reason
+        assert core.counters.steps > steps, f"at {clock.now} s nothing could be planned"
+        if observe is not None:
+            observe(scheduler, clock.now)
+    return Outcome(list(records.values()), core.counters, clock.now)
+
+
+def jain(shares: Iterable[float]) -> float:
+    """Jain's index of fairness: 1 where all shares are equal, 1/n where one has everything. Source: Jain, Chiu & Hawe 1984."""
+    values = list(shares)
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
+
+
+def quantile(values: Iterable[float], part: float) -> float:
+    """The smallest of the values that at least this part of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-part * len(ordered) // 1) - 1)]
+
+
+def _request(name: str, job: Job) -> Request:
+    most = job.output if job.most is None else job.most
+    return Request(
+        name, list(job.prompt), SamplingParams(max_tokens=most), len(job.prompt) + most, frozenset([END]), arrival=job.arrival,
+        priority=job.priority, tenant=job.tenant,
+    )
+
+
+def _hear(records: dict[str, Record], event: Event, now: float) -> None:
+    record = records[event.request_id]
+    if isinstance(event, Admitted) and record.admitted is None:
+        record.admitted = now
+    elif isinstance(event, Preempted):
+        record.preemptions += 1
