@@ -27,7 +27,7 @@ class KvConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"  # auto: the compute dtype
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,6 @@ def test_prompts_from_a_file_and_from_standard_input(octavo: Octavo, tiny: str, 
 @pytest.mark.parametrize(("args", "says"), [
     (("--max-model-len", "99999"), "max_model_len is 99999; the model was made for 2048 tokens at most (--max-model-len)"),
     (("--block-size", "32"), "block_size must be 16"),
-    (("--enable-prefix-caching",), "prefix caching is not served yet"),
     (("--scheduling-policy", "lottery"), "scheduling_policy must be fcfs or priority or lpm or fair, not 'lottery'"),
     (("--tenant-weights", "a=2"), "tenant_weights are shares under scheduling_policy"),
     (("--scheduling-policy", "fair", "--tenant-weights", "a=0"), "the weight of 'a' must be a number from 0.001 to 1e+06, not '0'"),

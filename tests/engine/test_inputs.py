@@ -32,6 +32,7 @@ def make(**kw: Any) -> Inputs:
     ("ab", Prompt("ab", [0, 2, 3])), ({"prompt": "ab"}, Prompt("ab", [0, 2, 3])), ({"prompt_token_ids": [4, 5]}, Prompt(None, [4, 5])),
     ([4, 5], Prompt(None, [4, 5])), ((4, 5), Prompt(None, [4, 5])), (np.array([4, 5]), Prompt(None, [4, 5])),
     ([np.int64(4), 49], Prompt(None, [4, 49])), ({"prompt": "zz", "prompt_token_ids": [4]}, Prompt("zz", [4])),
+    ({"prompt": "ab", "cache_salt": "s"}, Prompt("ab", [0, 2, 3], "s")), ({"prompt_token_ids": [4], "cache_salt": None}, Prompt(None, [4])),
 ])
 def test_prompts(given: Any, want: Prompt) -> None:
     got = make().prompt(given)
@@ -51,6 +52,8 @@ def test_prompts(given: Any, want: Prompt) -> None:
     ({}, InvalidRequest, "needs the key", "prompt"), ({"prompt": 5}, InvalidRequest, "not int", "prompt"),
     ({"prompt": "a", "multi_modal_data": {}}, InvalidRequest, "multi_modal_data", "prompt"),
     ({"prompt_token_ids": "ab"}, InvalidRequest, "not str", "prompt"),
+    ({"prompt": "a", "cache_salt": ""}, InvalidRequest, "non-empty string.* not ''", "cache_salt"),
+    ({"prompt": "a", "cache_salt": 7}, InvalidRequest, "not 7", "cache_salt"),
     ([1] * 10, ContextTooLong, r"has 10 tokens; the context holds 10.* at most 9", "prompt_token_ids"),
     ("a" * 40, ContextTooLong, "has 41 tokens", "prompt"),
 ])

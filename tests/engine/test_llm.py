@@ -403,7 +403,7 @@ def idle(llm: LLM) -> None:
     if llm._engine.core.has_work:
         llm._engine.core.step()
     scheduler.check()
-    assert not scheduler.has_unfinished and scheduler.kv.ledger().free == scheduler.kv.pool.num_blocks and not llm._driver._open
+    assert not scheduler.has_unfinished and scheduler.kv.ledger().live == 0 and not llm._driver._open
 
 
 def test_an_interrupt_takes_back_what_was_asked(llm: LLM) -> None:
@@ -560,3 +560,58 @@ def test_the_log(folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     monkeypatch.setenv("OCTAVO_LOG", "loud")
     with pytest.raises(ConfigError, match="OCTAVO_LOG"):
         make(folder, "torch")
+
+
+# -- the prefix cache
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [15, 16, 17, 47, 48, 49])
+def test_cached_prefixes_change_no_bit(folder: str, backend: str, length: int) -> None:
+    prompt = [(7 * i) % 200 + 3 for i in range(length)]
+    params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2),
+              SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2)]
+    def told(llm: LLM, prompts: list[list[int]], one: SamplingParams) -> list[Any]:
+        samples = [sample for output in run(llm, prompts, one) for sample in output.outputs]
+        if backend == "torch":  # eager torch is no bitwise pure function of a row
+            return [o.token_ids for o in samples]
+        return [(o.token_ids, [{t: x.logprob for t, x in row.items()} for row in o.logprobs or ()]) for o in samples]
+
+    with make(folder, backend, enable_prefix_caching=False) as off, make(folder, backend) as on:
+        assert not off.config.kv.enable_prefix_caching and on.config.kv.enable_prefix_caching
+        for one in params:
+            want = told(off, [prompt], one)
+            tokens = want[0] if backend == "torch" else want[0][0]
+            turn = [*prompt, *tokens, 9, 9, 9]
+            after = told(off, [turn], one)
+            on.reset_prefix_cache()
+            for cached in (0, (length - 1) // 16 * 16):
+                (output,) = run(on, [prompt], one)
+                assert output.num_cached_tokens == cached
+                assert told(on, [prompt], one) == want
+            (output,) = run(on, [turn], one)
+            assert output.num_cached_tokens == (length + 19) // 16 * 16  # the last sampled token was never computed
+            assert told(on, [turn, turn], one) == after * 2
+            (output,) = run(on, [prompt], SamplingParams(max_tokens=2, prompt_logprobs=1))
+            assert output.num_cached_tokens == 0 and output.prompt_logprobs is not None and len(output.prompt_logprobs) == length
+            salted = on.generate({"prompt_token_ids": prompt, "cache_salt": "s"}, one, use_tqdm=False)
+            assert salted[0].num_cached_tokens == 0 and salted[0].outputs[0].token_ids == tokens
+            ledger = on.kv_ledger
+            assert (ledger.live, ledger.shared, ledger.utilization) == (0, 0, 1) and ledger.cached > 0 and ledger.cached + ledger.free == 64
+        assert off.prefix_cache_stats == (0, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 30, 33])
+def test_samples_of_one_prompt_are_what_they_are_alone(folder: str, backend: str, caching: bool, length: int) -> None:
+    prompt = [(5 * i) % 200 + 3 for i in range(length)]
+    params = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=18, ignore_eos=True, presence_penalty=0.4, logprobs=1)
+    with make(folder, backend, enable_prefix_caching=caching, max_num_seqs=4) as shared, \
+            make(folder, backend, enable_prefix_caching=False, max_num_seqs=1) as apart:
+        (one,), (other,) = (run(llm, [prompt], params) for llm in (shared, apart))
+        assert [s.token_ids for s in one.outputs] == [s.token_ids for s in other.outputs] and len({tuple(s.token_ids) for s in one.outputs}) == 3
+        if backend == "native":
+            assert [s.logprobs for s in one.outputs] == [s.logprobs for s in other.outputs]
+        counters = shared._running().core.counters
+        assert counters.tokens_planned == length + 17 + 2 * 18

@@ -35,7 +35,7 @@ def test_requests_cross_with_all_that_the_engine_reads() -> None:
         stop_token_ids=[5, 6], ignore_eos=True, max_tokens=9, min_tokens=3, logprobs=2, prompt_logprobs=1, logit_bias={"3": 1.5},
         allowed_token_ids=[3, 4, 5, 7],
     )
-    sent = inputs().requests("a", Prompt("text", [1, 2, 3]), params, ((7,), (8, 9)), arrival=1.25, priority=-4, tenant="team é")
+    sent = inputs().requests("a", Prompt("text", [1, 2, 3], "salt"), params, ((7,), (8, 9)), arrival=1.25, priority=-4, tenant="team é")
     came = crossed(sent)
     assert [r.id for r in came] == ["a/0", "a/1", "a/2"] and len({r.seed for r in came}) == 3 and came[0].seed == 2**64 - 1
     for before, after in zip(sent, came, strict=True):

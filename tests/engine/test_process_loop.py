@@ -26,10 +26,11 @@ VOCAB = 320
 class Rig:
     """A loop whose messages the test writes and whose batches it reads."""
 
-    def __init__(self, blocks: int = 32, seqs: int = 4, tokens: int = 64, admission: Any = ()) -> None:
+    def __init__(self, blocks: int = 32, seqs: int = 4, tokens: int = 64, admission: Any = (), caching: bool = False) -> None:
         self.clock = VirtualClock()
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=400), KvManager(blocks), admission=admission,
+            SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=400), KvManager(blocks, prefix_caching=caching),
+            admission=admission,
         )
         sim = SimExecutor(seqs, blocks, max_tokens=tokens, clock=self.clock, cost=lambda plan: 1.0)
         self.execute: Callable[[StepPlan], StepResult] = sim.execute
@@ -100,6 +101,17 @@ def test_one_batch_per_step() -> None:
     assert rig.batches[2].events == [Finished("a", "length")]
     assert [(b.stats.running, b.stats.waiting, b.stats.kv_free) for b in rig.batches] == [(2, 0, 30), (1, 0, 31), (0, 0, 32)]
     assert rig.batches[2].stats == m.EngineStats(0, 0, 32, 32, 3, 13, 5, 0, 0)
+
+
+def test_the_stats_are_the_schedulers_ledger() -> None:
+    rig = Rig(caching=True)
+    rig.add("a", prompt=40, output=4)
+    rig.add("b", prompt=40, output=2)
+    rig.turns()
+    first, last = rig.batches[0].stats, rig.batches[-1].stats
+    assert (first.kv_live, first.kv_free, first.kv_cached, first.kv_shared, first.kv_logical) == (4, 28, 0, 2, 6)
+    assert (first.kv_reserved_slots, first.cache_queries, first.cache_hits) == (16, 80, 32)
+    assert (last.kv_live, last.kv_free, last.kv_cached, last.kv_shared, last.kv_logical, last.kv_reserved_slots) == (0, 30, 2, 0, 0, 0)
 
 
 def test_a_step_without_news_is_told_too() -> None:

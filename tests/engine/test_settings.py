@@ -15,7 +15,7 @@ def test_defaults() -> None:
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.scheduler.policy) == (256, 512, "fcfs")
     assert (config.scheduler.tenant_weights, config.scheduler.admission, config.scheduler.target_itl_ms) == ((), "optimistic", None)
     kv = config.kv
-    assert (kv.block_size, kv.num_kv_blocks, kv.kv_cache_memory_bytes, kv.enable_prefix_caching) == (16, None, None, False)
+    assert (kv.block_size, kv.num_kv_blocks, kv.kv_cache_memory_bytes, kv.enable_prefix_caching) == (16, None, None, True)
     assert (config.runner.backend, config.runner.num_threads, config.runner.max_logprobs, config.runner.seed) == ("native", None, 20, 0)
     assert make_config(Path("a") / "b").model.model == "a/b"
 
@@ -59,7 +59,7 @@ def test_impossible_tenant_weights_under_their_policy(bad: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("quantization", "awq"), ("enable_prefix_caching", True), ("block_size", 32), ("dtype", "float16"), ("kv_cache_dtype", "fp8"),
+    ("quantization", "awq"), ("block_size", 32), ("dtype", "float16"), ("kv_cache_dtype", "fp8"),
 ])
 def test_known_things_that_are_not_served(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedError, match=name) as caught:

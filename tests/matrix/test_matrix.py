@@ -1,7 +1,7 @@
 """Row purity: bitwise the same tokens and log-probabilities, however the work is cut.
 
 Axes: alone or all at once × chunk budget × pool (roomy, or so small that requests are preempted) × threads × instruction
-set. `make test` runs sets in which every pair of values of two axes occurs; `make matrix` runs everything.
+set × prefix cache (off, cold, warm, partial). `make test` runs sets in which every pair of values of two axes occurs; `make matrix` runs everything.
 """
 
 import itertools
@@ -64,6 +64,8 @@ def check(model: str, cells: list[dict[str, Any]], folder: Path, **job: Any) -> 
         for cell, got in zip(mine, found["cells"]):
             if cell["tight"] and not cell["alone"]:
                 assert got["preemptions"] > 0, f"no preemption was forced in {cell}"
+            if cell["cache"] == "off" or not cell["tight"]:  # cold: some of the prompts begin alike
+                assert (got["hits"] > 0) == (cell["cache"] != "off"), f"{got['hits']} cached tokens in {cell}"
             if first is None:
                 first, where = got["answers"], cell
                 assert sum(len(o[0]) for r in first for o in r[1]) > job["count"], "hardly any token was generated"
@@ -81,7 +83,8 @@ REAL = {"count": 8, "max_prompt": 60, "max_tokens": 12, "max_model_len": 96}
 
 
 def axes_of(budgets: list[int], threads: list[int]) -> dict[str, list[Any]]:
-    return {"isa": instruction_sets(), "alone": [False, True], "budget": budgets, "tight": [False, True], "threads": threads}
+    return {"isa": instruction_sets(), "alone": [False, True], "budget": budgets, "tight": [False, True], "threads": threads,
+            "cache": ["off", "cold", "warm", "partial"]}
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +106,11 @@ def test_tiny_pairwise(tiny_model: str, tmp_path: Path, dtype: str) -> None:
 def test_smollm2_some(smollm2: str, tmp_path: Path) -> None:
     isas = instruction_sets()
     cells = [
-        {"isa": isas[-1], "alone": False, "budget": 2048, "tight": False, "threads": 2, "blocks": 256},
-        {"isa": isas[-1], "alone": True, "budget": 16, "tight": False, "threads": 1, "blocks": 256},
-        {"isa": isas[-1], "alone": False, "budget": 64, "tight": True, "threads": 3, "blocks": 7},
-        *({"isa": isa, "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256} for isa in isas[:-1]),
+        {"isa": isas[-1], "alone": False, "budget": 2048, "tight": False, "threads": 2, "blocks": 256, "cache": "off"},
+        {"isa": isas[-1], "alone": True, "budget": 16, "tight": False, "threads": 1, "blocks": 256, "cache": "warm"},
+        {"isa": isas[-1], "alone": False, "budget": 64, "tight": True, "threads": 3, "blocks": 7, "cache": "cold"},
+        {"isa": isas[-1], "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256, "cache": "partial"},
+        *({"isa": isa, "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256, "cache": "warm"} for isa in isas[:-1]),
     ]
     check(smollm2, cells, tmp_path, dtype="bfloat16", **REAL)
 
@@ -133,6 +137,6 @@ def test_generic_on_an_old_cpu(tiny_model: str, tmp_path: Path) -> None:
     if emulator is None:
         pytest.skip("qemu-x86_64 is not installed (Debian: qemu-user)")
     job = {"model": tiny_model, "dtype": "bfloat16", "count": 6, "max_prompt": 40, "max_tokens": 6, "max_model_len": 64,
-           "cells": [{"alone": False, "budget": 64, "blocks": 64, "threads": 1}]}
+           "cells": [{"alone": False, "budget": 64, "blocks": 64, "threads": 1, "cache": "cold"}]}
     here, there = run("generic", job, tmp_path), run("generic", job, tmp_path, [emulator, "-cpu", "Nehalem"])
     assert here == there

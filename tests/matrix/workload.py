@@ -30,6 +30,9 @@ def requests(vocab: int, count: int, max_prompt: int, max_tokens: int) -> list[t
     for i in range(count):
         length = edges[i] if i < len(edges) else rng.randint(1, max_prompt)
         prompt = [rng.randrange(3, vocab) for _ in range(min(length, max_prompt))]
+        if i >= len(edges) and i % 4 == 3:  # begins as an earlier one does
+            earlier = out[i - 2][0]
+            prompt[: len(earlier) * 3 // 4] = earlier[: min(len(earlier) * 3 // 4, len(prompt))]
         params = {"max_tokens": rng.randint(max(1, max_tokens // 2), max_tokens), "ignore_eos": i % 3 != 0, **kinds[i % len(kinds)]}
         out.append((prompt, params))
     return out
@@ -57,4 +60,6 @@ def answers(llm: Any, wanted: list[tuple[list[int], dict[str, Any]]], alone: boo
         done = [llm.generate([p], [k], use_tqdm=False)[0] for p, k in zip(prompts, params)]
     else:
         done = llm.generate(prompts, params, use_tqdm=False)
+    for (_, given), r in zip(wanted, done, strict=True):
+        assert not (r.num_cached_tokens and given.get("prompt_logprobs") is not None), "a prompt to be scored was read from the cache"
     return [[rows(r.prompt_logprobs), [[list(o.token_ids), o.finish_reason, rows(o.logprobs)] for o in r.outputs]] for r in done]

@@ -39,6 +39,11 @@ def test_rates_since_the_last_line_and_silence_when_idle() -> None:
     assert traffic.tell() == "0.0 tokens/s in, 0.0 tokens/s out, running 0, waiting 0, KV use 0.0 %"  # that it is over
     clock.now = 60
     assert traffic.tell() is None
+    metrics.arrived(["d"], 30, SamplingParams(), 60.0)
+    stats = EngineStats(running=1, kv_total=40, kv_free=20, kv_cached=18, preemptions=2, cache_queries=30, cache_hits=16)
+    metrics.batch(step(62, 63, 14, [Delta("d", [1])], stats=stats), 63)
+    clock.now = 70
+    assert traffic.tell() == "3.0 tokens/s in, 0.1 tokens/s out, running 1, waiting 0, KV use 5.0 %, prefix cache hits 53.3 %"
 
 
 def test_it_tells_the_log_at_its_pace(caplog) -> None:  # type: ignore[no-untyped-def]

@@ -51,9 +51,12 @@ class Machine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         admission=st.sampled_from(["optimistic", "predicted"]),
         lookahead=st.sampled_from([0, 0, 2]),
+        caching=st.sampled_from([True, True, False]),
     )
-    def start(self, blocks: int, block_size: int, seqs: int, budget: int, policy: str, admission: str, lookahead: int) -> None:
-        self.kv = KvManager(blocks, block_size)
+    def start(
+        self, blocks: int, block_size: int, seqs: int, budget: int, policy: str, admission: str, lookahead: int, caching: bool,
+    ) -> None:
+        self.kv = KvManager(blocks, block_size, prefix_caching=caching)
         self.budget_now, self.full_budget, self.lookahead = budget, budget, lookahead
         self.allowed = True
         self.now = self.salt = 0
@@ -86,27 +89,35 @@ class Machine(RuleBasedStateMachine):
         stop=st.lists(st.integers(0, VOCAB - 1), max_size=1),
         ignore_eos=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        kind=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "a"]),
+        n=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
         self, length: int, max_tokens: int, min_tokens: int, priority: int, tenant: str, seed: int, eos: set[int], stop: list[int],
-        ignore_eos: bool, prompt_logprobs: int | None,
+        ignore_eos: bool, prompt_logprobs: int | None, kind: int, salt: str, n: int,
     ) -> None:  # fmt: skip
-        name = f"r{len(self.requests)}"
-        params = SamplingParams(
-            max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos,
-            prompt_logprobs=prompt_logprobs, logprobs=1,
-        )  # fmt: skip
-        prompt = [(seed + i * i) % VOCAB for i in range(length)]
-        request = Request(name, prompt, params, length + max_tokens, frozenset(eos), seed, self.now, priority, tenant)
-        self.requests[name] = request
-        if length > self.kv.capacity:
-            with pytest.raises(ContextTooLong, match=f"{length} tokens, the KV pool holds {self.kv.capacity} "):
+        prompt = [(kind + i * i) % VOCAB for i in range(length)]  # so many begin alike
+        first = f"r{len(self.requests)}"
+        for index in range(n):
+            name = f"r{len(self.requests)}"
+            params = SamplingParams(
+                max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos,
+                prompt_logprobs=None if index else prompt_logprobs, logprobs=1,
+            )  # fmt: skip
+            request = Request(
+                name, prompt, params, length + max_tokens, frozenset(eos), (seed + index) % 2**64, self.now, priority, tenant,
+                cache_salt=salt, fork_of=first if index else "",
+            )
+            self.requests[name] = request
+            if length > self.kv.capacity:
+                with pytest.raises(ContextTooLong, match=f"{length} tokens, the KV pool holds {self.kv.capacity} "):
+                    self.scheduler.add(request)
+            else:
                 self.scheduler.add(request)
-        else:
-            self.scheduler.add(request)
-            self.live.add(name)
-            self.output[name], self.scored[name] = [], []
-            self.answer[name] = the_answer(request, self.kv.capacity)
+                self.live.add(name)
+                self.output[name], self.scored[name] = [], []
+                self.answer[name] = the_answer(request, self.kv.capacity)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -120,6 +131,12 @@ class Machine(RuleBasedStateMachine):
     @rule(share=st.sampled_from([0, 1, 2, 100]))
     def change_budget(self, share: int) -> None:
         self.budget_now = min(share, self.full_budget)
+
+    @precondition(lambda self: not self.flying)
+    @rule()
+    def reset_cache(self) -> None:
+        cached, free = self.kv.ledger().cached, self.kv.ledger().free
+        assert self.kv.reset_cache() == cached and self.kv.ledger().free == free + cached and self.kv.ledger().cached == 0
 
     @rule(seconds=st.integers(0, 60), salt=st.integers(0, 5))
     def time_passes(self, seconds: int, salt: int) -> None:
@@ -198,6 +215,7 @@ class Machine(RuleBasedStateMachine):
     def all_is_well(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check()
+            self.check_cache()
             ledger = self.kv.ledger()
             assert ledger.live + ledger.cached + ledger.free == ledger.total == self.kv.pool.num_blocks
             assert self.scheduler.has_unfinished == bool(self.live)
@@ -208,12 +226,28 @@ class Machine(RuleBasedStateMachine):
         """The queue is in the policy's order, restated by sorting; nothing is kept of who has ended."""
         policy, waiting = self.scheduler.policy, self.scheduler.waiting
         queue = list(waiting)
+        known = self.live - {r.id for parked in self.scheduler._parked.values() for r in parked}  # the others have not arrived for it
         assert queue == sorted(queue, key=policy.place) and waiting.first() is (queue[0] if queue else None)
         if isinstance(policy, FairShare):
-            assert policy._of.keys() == self.live and set(waiting.groups) == {policy.group(r) for r in queue}
-            assert all(account.open == sum(policy._of[name] is account for name in self.live) for account in policy._accounts.values())
+            assert policy._of.keys() == known and set(waiting.groups) == {policy.group(r) for r in queue}
+            assert all(account.open == sum(policy._of[name] is account for name in known) for account in policy._accounts.values())
         if isinstance(policy, LongestPrefix):
-            assert policy._hits.keys() == self.live
+            assert policy._hits.keys() == known
+
+    def check_cache(self) -> None:
+        """What is found under a key is what was hashed into it; no parent goes before its child; salts do not meet."""
+        index, order = self.kv._index, {block: place for place, block in enumerate(self.kv.pool.eviction_order())}
+        if index is None:
+            assert not order
+            return
+        meaning: dict[bytes, tuple[object, ...]] = {}
+        for request in self.requests.values():
+            keys, size = request.block_keys or [], self.kv.block_size
+            for number, key in enumerate(keys):
+                said = request.cache_salt, tuple(request.tokens[: number * size])
+                assert meaning.setdefault(key, said) == said
+            places = [order[block] for key in keys[1:] if (block := index.holder(key)) in order]
+            assert places == sorted(places, reverse=True), "a parent is evicted before its child"
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -233,11 +267,14 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.check()
             steps += 1
             assert steps <= most * self.depth, f"not drained after {steps} steps"
-        if self.depth == 1 and self.lookahead == 0:
-            assert self.scheduler.counters.preemptions <= blocks, "more preemptions than block boundaries"
-        assert set(self.last) == set(self.output) and not self.scheduler.has_unfinished
-        assert self.kv.ledger().free == self.kv.pool.num_blocks and not self.kv.holders()
         self.events += self.scheduler.take_events()
+        if self.depth == 1 and self.lookahead == 0:
+            effective = [e for e in self.events if isinstance(e, Preempted) and e.blocks_freed]
+            assert len(effective) <= blocks, "more preemptions than block boundaries"
+        assert set(self.last) == set(self.output) and not self.scheduler.has_unfinished
+        ledger = self.kv.ledger()
+        assert ledger.free + ledger.cached == self.kv.pool.num_blocks and not self.kv.holders()
+        assert self.scheduler.counters.cache_hits == sum(r.num_cached for r in self.requests.values())
         self.check_events()
 
     def check_events(self) -> None:
@@ -250,6 +287,7 @@ class Machine(RuleBasedStateMachine):
                 assert isinstance(event, Admitted if not running else Preempted)
                 if isinstance(event, Admitted):
                     assert event.resumed == (i > 0)
+                    assert event.resumed or event.cached_tokens == self.requests[name].num_cached
                 running = not running
             assert self.requests[name].preemptions == sum(isinstance(e, Preempted) for e in life)
         lost = sum(e.tokens_lost for e in self.events if isinstance(e, Preempted))

@@ -1,4 +1,8 @@
-"""The scheduler's rule restated by brute force, and compared plan by plan. Lengths only: no token, slot or block has a name."""
+"""The scheduler's rule restated by brute force, and compared plan by plan. Lengths only: no token, slot or block has a name.
+
+With a cache the model says who may share what by text alone: a block's worth of text is held once for all whose table begins with it,
+and in the cache until it was used longest ago of all that nobody holds.
+"""
 
 from collections.abc import Callable
 
@@ -11,34 +15,51 @@ from octavo.core.sampling import SamplingParams
 from octavo.kv.manager import KvManager
 from octavo.scheduler.policy import POLICIES, make_policy
 from octavo.scheduler.scheduler import Scheduler
-from octavo.simulate.executor import SimExecutor
+from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
+
+VOCAB = 3
+
+
+class Block:
+    """A block that somebody has, or that is kept. ``text``: all tokens up to its end, once they are computed."""
+
+    def __init__(self) -> None:
+        self.text: tuple[int, ...] | None = None
+        self.stamp = 0  # when it was given up last
 
 WEIGHTS = {"": 1.0, "a": 2.0, "b": 0.5}  # by which division is exact
 PACE = 2  # seconds from step to step
-Case = tuple[int, int, int, str, list[tuple[int, int, int, str, int]], list[int]]
+Case = tuple[int, int, int, str, bool, list[tuple[int, int, int, str, int, int]], list[int]]
 
 
 class Seq:
     """One request of the model."""
 
-    def __init__(self, name: str, order: int, prompt: int, end: int, priority: int, tenant: str, arrival: int) -> None:
+    def __init__(self, name: str, order: int, prompt: list[int], end: int, priority: int, tenant: str, arrival: int) -> None:
         self.name, self.order, self.end, self.priority, self.tenant, self.arrival = name, order, end, priority, tenant, arrival
-        self.prompt = self.known = prompt  # tokens that it has
+        self.text = list(prompt)  # tokens that it has
+        self.prompt = len(prompt)
         self.hit = 0  # what the cache held of it when last asked
         self.fresh = True  # never admitted
         self.done = 0  # tokens computed
-        self.blocks = 0
+        self.blocks: list[Block] = []
+        self.sealed = 0  # blocks that others may find
         self.turn = 0  # when it was served last
         self.state = "waiting"
+
+    @property
+    def known(self) -> int:
+        return len(self.text)
 
 
 class Model:
     """The rule, as one would say it."""
 
-    def __init__(self, policy: str, blocks: int, size: int, places: int) -> None:
-        self.policy, self.total, self.size, self.places = policy, blocks, size, places
+    def __init__(self, policy: str, blocks: int, size: int, places: int, caching: bool) -> None:
+        self.policy, self.total, self.size, self.places, self.caching = policy, blocks, size, places, caching
         self.seqs: list[Seq] = []
-        self.turns = 0
+        self.turns = self.stamps = 0
+        self.kept: list[Block] = []  # what can be found
         self.served = dict.fromkeys(WEIGHTS, 0.0)  # tenant → weighted tokens over weight
         self.last_waited: str | None = None
 
@@ -61,8 +82,50 @@ class Model:
         }[self.policy]
         return value, s.order
 
-    def free(self) -> int:
-        return self.total - sum(s.blocks for s in self.seqs)
+    def live(self) -> set[Block]:
+        return {block for s in self.seqs for block in s.blocks}
+
+    def cached(self) -> list[Block]:
+        return sorted((b for b in self.kept if b not in self.live()), key=lambda b: b.stamp)
+
+    def available(self) -> int:
+        return self.total - len(self.live())
+
+    def take(self, s: Seq, count: int) -> None:
+        for _ in range(count):
+            if self.total - len(self.live()) - len(self.cached()) == 0:
+                self.kept.remove(self.cached()[0])
+            s.blocks.append(Block())
+
+    def find(self, text: tuple[int, ...]) -> Block | None:
+        return next((b for b in self.kept if b.text == text), None)
+
+    def match(self, s: Seq) -> list[Block]:
+        found: list[Block] = []
+        while (len(found) + 1) * self.size < s.known and (block := self.find(tuple(s.text[: (len(found) + 1) * self.size]))):
+            found.append(block)
+        return found
+
+    def seal(self, s: Seq, end: int) -> None:
+        for number in range(s.sealed, end // self.size if self.caching else 0):
+            s.sealed = number + 1
+            block, text = s.blocks[number], tuple(s.text[: (number + 1) * self.size])
+            if self.find(text) is None:
+                block.text = text
+                self.kept.append(block)
+
+    def give_up(self, s: Seq, state: str) -> None:
+        sealed, s.sealed = s.sealed, 0
+        for number in reversed(range(sealed)):  # the end goes before the beginning
+            text = tuple(s.text[: (number + 1) * self.size])
+            block = self.find(text)
+            if block is None:  # whoever had it was evicted
+                block = s.blocks[number]
+                block.text = text
+                self.kept.append(block)
+            self.stamps += 1
+            block.stamp = self.stamps
+        s.state, s.blocks = state, []
 
     def need(self, tokens: int) -> int:
         return (tokens + self.size - 1) // self.size
@@ -84,30 +147,38 @@ class Model:
             s = min((s for s in rest if self.urgency(s) == most_urgent), key=lambda s: s.turn)
             seen.add(s)
             count = min(fewest, budget)
-            while s.state == "running" and self.need(s.done + count) > s.blocks + self.free():
+            while s.state == "running" and self.need(s.done + count) > len(s.blocks) + self.available():
                 loser = max(self.in_state("running"), key=self.place)
                 budget += part.pop(loser, 0)
-                loser.state, loser.blocks, loser.done = "waiting", 0, 0
+                self.give_up(loser, "waiting")
+                loser.done = 0
             if s.state == "running":
-                s.blocks = max(s.blocks, self.need(s.done + count))
+                self.take(s, self.need(s.done + count) - len(s.blocks))
                 part[s] = count
                 budget -= count
+        for s, count in part.items():
+            self.seal(s, s.done + count)
         if budget > 0 and len(self.in_state("running")) < self.places:
             for s in self.in_state("waiting"):
                 s.hit = cached(s.name)
         while budget > 0 and self.in_state("waiting") and len(self.in_state("running")) < self.places:
             s = min(self.in_state("waiting"), key=self.place)
             wanted = min(self.need(s.known) + 1, self.need(s.end - 1))  # its context and a block, if it can ever use that
-            if wanted > self.free():
+            matched = self.match(s)
+            s.blocks = list(matched)
+            if wanted - len(matched) > self.available():  # the matched ones are live now, so they are in nobody's way
+                s.blocks = []
                 break
-            s.state, s.blocks = "running", self.need(s.known)
+            self.take(s, self.need(s.known) - len(matched))
+            s.state, s.done, s.sealed = "running", len(matched) * self.size, len(matched)
             if s.tenant not in {other.tenant for other in self.in_state("waiting")}:
                 self.last_waited = s.tenant
             if s.fresh:
                 s.fresh = False
-                self.served[s.tenant] += s.prompt / WEIGHTS[s.tenant]
-            part[s] = min(s.known, budget)
+                self.served[s.tenant] += (s.prompt - s.done) / WEIGHTS[s.tenant]
+            part[s] = min(s.known - s.done, budget)
             budget -= part[s]
+            self.seal(s, s.done + part[s])
         plan = {}
         for s, count in part.items():
             samples = s.done + count == s.known
@@ -116,10 +187,10 @@ class Model:
             s.turn = self.turns
             s.done += count
             if samples:
+                s.text.append(next_token(hash_sequence(s.text), 0, VOCAB))
                 self.served[s.tenant] += 2 / WEIGHTS[s.tenant]
-                s.known += 1
                 if s.known == s.end:
-                    s.state, s.blocks = "finished", 0
+                    self.give_up(s, "finished")
         return plan
 
 
@@ -129,20 +200,21 @@ def cases(draw: st.DrawFn) -> Case:
     seqs = draw(
         st.lists(
             st.tuples(
-                st.integers(1, blocks * size), st.integers(1, 10), st.integers(-1, 1), st.sampled_from(sorted(WEIGHTS)), st.integers(0, 12)
+                st.integers(1, blocks * size), st.integers(1, 10), st.integers(-1, 1), st.sampled_from(sorted(WEIGHTS)), st.integers(0, 12),
+                st.integers(0, 1),
             ), min_size=1, max_size=6,
         )
-    )  # prompt, output, priority, tenant, the step it comes at
+    )  # prompt, output, priority, tenant, the step it comes at, what it is about
     budgets = draw(st.lists(st.integers(1, 10), min_size=1, max_size=8))
-    return blocks, size, draw(st.integers(1, 4)), draw(st.sampled_from(POLICIES)), seqs, budgets
+    return blocks, size, draw(st.integers(1, 4)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), seqs, budgets
 
 
 @settings(max_examples=800, deadline=None)
 @given(cases())
 def test_every_plan_is_the_models(case: Case) -> None:
-    blocks, size, places, policy, wanted, budgets = case
+    blocks, size, places, policy, caching, wanted, budgets = case
     most = max(budgets)
-    kv = KvManager(blocks, size)
+    kv = KvManager(blocks, size, prefix_caching=caching)
     step = 0
 
     def cached(name: str) -> int:
@@ -155,19 +227,19 @@ def test_every_plan_is_the_models(case: Case) -> None:
         make_policy(policy, cached_tokens=lambda r: cached(r.id), weights=WEIGHTS),
         budget=lambda now: budgets[step % len(budgets)],
     )
-    executor = SimExecutor(places, blocks, size, max_tokens=most)
-    model = Model(policy, blocks, size, places)
+    executor = SimExecutor(places, blocks, size, vocab=VOCAB, max_tokens=most)
+    model = Model(policy, blocks, size, places, caching)
     slot_of: dict[int, str] = {}
-    late = max(arrival for *_, arrival in wanted)
+    late = max(arrival for *_, arrival, _ in wanted)
     while step <= late or scheduler.has_unfinished or model.in_state("waiting"):
-        for i, (prompt, output, priority, tenant, arrival) in enumerate(wanted):
+        for i, (prompt, output, priority, tenant, arrival, topic) in enumerate(wanted):
             if arrival == step:
                 name = f"r{i}"
                 params = SamplingParams(max_tokens=output, ignore_eos=True)
                 at = arrival * PACE
-                scheduler.add(Request(name, [i] * prompt, params, prompt + output, arrival=at, priority=priority, tenant=tenant))
+                scheduler.add(Request(name, [topic] * prompt, params, prompt + output, arrival=at, priority=priority, tenant=tenant))
                 end = min(prompt + output, blocks * size + 1)
-                model.arrive(Seq(name, len(model.seqs), prompt, end, priority, tenant, at), cached(name))
+                model.arrive(Seq(name, len(model.seqs), [topic] * prompt, end, priority, tenant, at), cached(name))
         expected = model.step(budgets[step % len(budgets)], cached)
         plan = scheduler.plan(step * PACE)
         got = {}
@@ -179,6 +251,8 @@ def test_every_plan_is_the_models(case: Case) -> None:
         if plan is not None:
             scheduler.commit(plan, executor.execute(plan))
         assert {r.id for r in scheduler.running} == {s.name for s in model.in_state("running")}
-        assert kv.ledger().free == model.free()
+        ledger = kv.ledger()
+        assert (ledger.live, ledger.cached) == (len(model.live()), len(model.cached())), f"step {step}"
+        scheduler.check()
         step += 1
         assert step < 3000

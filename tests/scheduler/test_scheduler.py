@@ -19,10 +19,11 @@ BIG = 100_000
 
 
 def make(
-    blocks: int = 64, seqs: int = 8, tokens: int = 64, policy: str = "fcfs", context: int = BIG, size: int = 16, **hooks: object
+    blocks: int = 64, seqs: int = 8, tokens: int = 64, policy: str = "fcfs", context: int = BIG, size: int = 16,
+    caching: bool = False, **hooks: object,
 ) -> tuple[Scheduler, SimExecutor]:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=context, policy=policy)
-    scheduler = Scheduler(config, KvManager(blocks, size), make_policy(policy), **hooks)  # type: ignore[arg-type]
+    scheduler = Scheduler(config, KvManager(blocks, size, prefix_caching=caching), make_policy(policy), **hooks)  # type: ignore[arg-type]
     return scheduler, SimExecutor(seqs, blocks, size, max_tokens=tokens)
 
 
@@ -54,7 +55,7 @@ def drain(scheduler: Scheduler, executor: SimExecutor, most: int = 5000) -> dict
     news: dict[str, list[Delta]] = {}
     for _ in range(most):
         if not scheduler.has_unfinished:
-            assert scheduler.kv.ledger().free == scheduler.kv.pool.num_blocks
+            assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
             return news
         for delta in step(scheduler, executor)[1]:
             news.setdefault(delta.request_id, []).append(delta)
@@ -247,50 +248,219 @@ def test_lookahead_reserves_slots_beyond_the_known_tokens() -> None:
     assert scheduler.counters.tokens_sampled == 40
 
 
-class HalfIndex:
-    """Holds the first block of everything, in block 0, once somebody computed it."""
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-
-    def find(self, tokens: object) -> list[int]:
-        return self.blocks
+# -- the prefix cache
 
 
-def test_cached_tokens_are_not_computed_unless_they_must_be_scored() -> None:
-    index = HalfIndex()
-    kv = KvManager(16, 16, index)
-    scheduler = Scheduler(SchedulerConfig(max_model_len=1000), kv)
-    scheduler.add(make_request("a", 40, 9))
-    plan = scheduler.plan()
-    assert plan is not None
-    scheduler.commit(plan, answer(plan, {0: 5}))
-    index.blocks = kv.table("a")[:1]
-    scheduler.add(make_request("b", 40, 9))
-    scheduler.add(make_request("c", 40, 9, prompt_logprobs=1))
-    plan = scheduler.plan()
-    assert shape(plan) == [(0, 40, 1, True), (1, 16, 24, True), (2, 0, 40, True)]
-    assert plan is not None and plan.items[1].new_blocks[:1] == index.blocks
-    assert [e.cached_tokens for e in plan.events if isinstance(e, Admitted)] == [16, 0]
-    scheduler.check()
-    assert {r.id: r.num_cached for r in scheduler.running} == {"a": 0, "b": 16, "c": 0}
+def alike(name: str, prompt: int, output: int = 9, salt: str = "", tail: int = 0, priority: int = 0, **params: object) -> Request:
+    """A request whose prompt begins as all of these do; the last ``tail`` tokens are its own."""
+    tokens = [*range(prompt - tail), *[900 + ord(name[-1])] * tail]
+    return Request(name, tokens, SamplingParams(max_tokens=output, **params), prompt + output, cache_salt=salt, priority=priority)  # type: ignore[arg-type]
+
+
+def admitted(plan: StepPlan | None) -> dict[str, int]:
+    """Cached tokens of those that a plan admits."""
+    return {e.request_id: e.cached_tokens for e in plan.events if isinstance(e, Admitted)} if plan else {}
+
+
+def test_what_one_request_computed_the_next_need_not() -> None:
+    scheduler, executor = make(tokens=200, caching=True)
+    scheduler.add(alike("a", 40))
+    step(scheduler, executor)
+    for name, prompt, tail in (("b", 40, 0), ("c", 48, 16), ("d", 33, 0), ("e", 32, 0), ("f", 40, 40)):
+        scheduler.add(alike(name, prompt, tail=tail))
+    plan, _ = step(scheduler, executor)
+    assert admitted(plan) == {"b": 32, "c": 32, "d": 32, "e": 16, "f": 0}
+    assert shape(plan)[1:] == [(1, 32, 8, True), (2, 32, 16, True), (3, 32, 1, True), (4, 16, 16, True), (5, 0, 40, True)]
+    assert {r.id: r.num_cached for r in scheduler.running} == {"a": 0, **admitted(plan)}
+    assert (scheduler.counters.cache_queries, scheduler.counters.cache_hits) == (40 + 40 + 48 + 33 + 32 + 40, 32 * 3 + 16)
+    assert [d.num_cached for deltas in drain(scheduler, executor).values() for d in deltas[-1:]] == [0, 32, 32, 32, 16, 0]
+
+
+def test_requests_of_one_step_share_what_it_computes() -> None:
+    scheduler, executor = make(tokens=100, caching=True)
+    for name in "abc":
+        scheduler.add(alike(name, 40, tail=4))
+    plan, _ = step(scheduler, executor)
+    assert shape(plan) == [(0, 0, 40, True), (1, 32, 8, True), (2, 32, 8, True)]
+    drain(scheduler, executor)
+
+
+def test_a_prompt_is_shared_as_it_fills() -> None:
+    scheduler, executor = make(tokens=40, caching=True)
+    scheduler.add(alike("a", 100))
+    step(scheduler, executor)
+    scheduler.add(alike("b", 100, priority=0))
+    assert admitted(step(scheduler, executor)[0]) == {}  # a takes the whole step
+    plan, _ = step(scheduler, executor)
+    assert shape(plan)[:2] == [(0, 80, 20, True), (1, 96, 4, True)]
+    drain(scheduler, executor)
+
+
+def test_generated_tokens_are_found_by_the_next_turn() -> None:
+    scheduler, executor = make(caching=True)
+    scheduler.add(alike("a", 20, 30))
+    first = [t for d in drain(scheduler, executor)["a"] for t in d.tokens]
+    turn = [*range(20), *first, *[7] * 10]
+    scheduler.add(Request("b", turn, SamplingParams(max_tokens=3), len(turn) + 3))
+    assert admitted(step(scheduler, executor)[0]) == {"b": 48}  # 49 were computed: the last token never is
+    drain(scheduler, executor)
+
+
+def test_salts_never_meet() -> None:
+    scheduler, executor = make(tokens=300, caching=True)
+    for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x"), ("e", "")):
+        scheduler.add(alike(name, 40, salt=salt))
+    assert admitted(step(scheduler, executor)[0]) == {"a": 0, "b": 0, "c": 0, "d": 32, "e": 32}
+    drain(scheduler, executor)
+
+
+def test_a_scored_prompt_reads_no_cached_block_and_fills_the_cache() -> None:
+    scheduler, executor = make(tokens=300, caching=True)
+    scheduler.add(alike("a", 40, prompt_logprobs=1))
+    scheduler.add(alike("b", 40, prompt_logprobs=1))
+    scheduler.add(alike("c", 40))
+    plan, news = step(scheduler, executor)
+    assert admitted(plan) == {"a": 0, "b": 0, "c": 32}
+    assert [len(d.prompt_logprobs or ()) for d in news] == [39, 39, 0]
+    assert scheduler.counters.cache_queries == 40
+    drain(scheduler, executor)
 
 
 def test_what_a_resumption_finds_in_the_cache_is_no_hit_of_its_prompt() -> None:
-    index = HalfIndex()
-    scheduler = Scheduler(SchedulerConfig(max_model_len=1000), KvManager(6, 16, index))
-    for name, output in (("a", 40), ("b", 18), ("c", 40)):
+    scheduler, executor = make(blocks=5, caching=True)
+    for name, output in (("a", 40), ("b", 18)):
         scheduler.add(make_request(name, 16, output))
-    admitted: list[Admitted] = []
-    while len(admitted) < 4:
-        plan = scheduler.plan()
+    plans = []
+    while scheduler.has_unfinished:
+        plans.append(step(scheduler, executor)[0])
+    (lost,) = [e for plan in plans if plan for e in plan.events if isinstance(e, Preempted)]
+    assert (lost.request_id, lost.tokens_lost) == ("b", 32)
+    (resumed,) = [e for plan in plans if plan for e in plan.events if isinstance(e, Admitted) and e.resumed]
+    assert resumed.cached_tokens == 16
+    assert (scheduler.counters.cache_queries, scheduler.counters.cache_hits) == (32, 0)
+
+
+def test_a_step_that_fails_leaves_nothing_in_the_cache() -> None:
+    scheduler, executor = make(tokens=40, caching=True)
+    scheduler.add(alike("a", 100))
+    step(scheduler, executor)
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.abort("a")  # its blocks are cached, with what was never computed in some of them
+    assert len(scheduler.fail(plan, "no")) == 0
+    scheduler.check()
+    scheduler.add(alike("b", 100))
+    assert admitted(step(scheduler, executor)[0]) == {"b": 32}
+    drain(scheduler, executor)
+
+
+def test_who_built_on_a_step_that_fails_starts_anew() -> None:
+    scheduler, executor = make(tokens=100, caching=True)
+    scheduler.add(alike("a", 60))
+    lost = scheduler.plan()
+    scheduler.add(alike("b", 60, tail=4))
+    assert lost is not None
+    built = scheduler.plan()  # b shares three blocks of a, which are to be computed
+    assert admitted(built) == {"b": 48} and built is not None
+    (ended,) = scheduler.fail(lost, "no")
+    scheduler.check()
+    assert (ended.request_id, ended.finish_reason) == ("a", "error")
+    (event,) = [e for e in scheduler.take_events() if isinstance(e, Preempted)]
+    assert event.request_id == "b" and event.cause == "step 1 failed, which was to compute what b shares"
+    assert scheduler.commit(built, answer(built, {0: 5, 1: 5})) == []
+    executor._number = 2
+    assert sum(len(d.tokens) for d in drain(scheduler, executor)["b"]) == 9
+
+
+def test_a_full_cache_holds_nobody_up() -> None:
+    scheduler, executor = make(blocks=6, tokens=100, caching=True)
+    for number in range(12):
+        scheduler.add(make_request(f"r{number}", 40 + number, 5))
+    drain(scheduler, executor)
+    ledger = scheduler.kv.ledger()
+    assert (ledger.free, ledger.cached) != (6, 0) and scheduler.counters.preemptions == 0
+
+
+# -- n > 1: forks
+
+
+def group(prompt: int, n: int, output: int = 9) -> list[Request]:
+    """The n samples of one prompt."""
+    tokens = list(range(prompt))
+    return [
+        Request(f"g/{i}", tokens, SamplingParams(max_tokens=output), prompt + output, seed=i, fork_of="g/0" if i else "") for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 31, 32, 33, 40])
+def test_a_prompt_is_computed_once_for_all_its_samples(prompt: int, caching: bool) -> None:
+    scheduler, executor = make(tokens=20, caching=caching)
+    for request in group(prompt, 4):
+        scheduler.add(request)
+    assert (scheduler.num_waiting, len(scheduler.waiting)) == (4, 1)
+    plans, news = [], {}
+    while scheduler.has_unfinished:
+        plan, deltas = step(scheduler, executor)
         assert plan is not None
-        admitted += [e for e in plan.events if isinstance(e, Admitted)]
-        scheduler.commit(plan, answer(plan, dict.fromkeys(range(8), 5)))
+        plans.append(plan)
+        for delta in deltas:
+            news.setdefault(delta.request_id, []).extend(delta.tokens)
+    assert [len(tokens) for tokens in news.values()] == [9] * 4 and len({tuple(tokens) for tokens in news.values()}) == 4
+    assert sum(plan.num_tokens for plan in plans) == prompt + 8 + 3 * 9  # each fork computes the prompt's last row with its seed
+    copies = [copy for plan in plans for copy in plan.kv_copies]
+    assert len(copies) == (3 if (prompt - 1) % 16 else 0)
+    lives = [e for plan in plans for e in plan.events if isinstance(e, Admitted)]
+    assert [(e.cached_tokens, e.forked_tokens) for e in lives] == [(0, 0)] + [(0, prompt - 1)] * 3
+
+
+def test_memory_is_reported_as_unique_and_as_logical_blocks() -> None:
+    scheduler, executor = make(tokens=100)
+    for request in group(40, 4):
+        scheduler.add(request)
+    for _ in range(2):
+        step(scheduler, executor)
+    ledger = scheduler.kv.ledger()
+    assert (ledger.live, ledger.logical, ledger.shared) == (2 + 4, 12, 2)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_sample_goes_on_without_the_one_it_would_have_forked(caching: bool) -> None:
+    for steps in range(4):
+        scheduler, executor = make(tokens=20, caching=caching)
+        for request in group(50, 3):
+            scheduler.add(request)
+        for _ in range(steps):
+            step(scheduler, executor)
+        assert scheduler.abort("g/0") is not None
         scheduler.check()
-        index.blocks = scheduler.kv.table("a")[:1] if scheduler.counters.preemptions else []
-    assert admitted[3] == Admitted("c", 1, 16, True)
-    assert next(r for r in scheduler.running if r.id == "c").num_cached == 0
+        news = drain(scheduler, executor)
+        assert {name: sum(len(d.tokens) for d in deltas) for name, deltas in news.items()} == {"g/1": 9, "g/2": 9}
+
+
+def test_a_parked_sample_can_be_aborted() -> None:
+    scheduler, executor = make(tokens=20)
+    for request in group(50, 3):
+        scheduler.add(request)
+    step(scheduler, executor)
+    assert scheduler.abort("g/1") is not None and scheduler.abort("g/1") is None
+    scheduler.check()
+    assert set(drain(scheduler, executor)) == {"g/0", "g/2"}
+
+
+def test_who_forked_in_flight_of_a_step_that_fails_starts_anew() -> None:
+    scheduler, executor = make(tokens=100)
+    for request in group(40, 2):
+        scheduler.add(request)
+    lost = scheduler.plan()
+    built = scheduler.plan()
+    assert lost is not None and built is not None and len(built.kv_copies) == 1
+    assert [d.request_id for d in scheduler.fail(lost, "no")] == ["g/0"]
+    scheduler.check()
+    assert [e.request_id for e in scheduler.take_events() if isinstance(e, Preempted)] == ["g/1"]
+    assert scheduler.commit(built, answer(built, {0: 5, 1: 5})) == []
+    executor._number = 2
+    assert sum(len(d.tokens) for d in drain(scheduler, executor)["g/1"]) == 9
 
 
 # -- requests that cannot be served

@@ -207,11 +207,26 @@ def test_every_unserved_field_accepts_null_and_what_asks_for_nothing() -> None:
 
 
 def test_fields_without_effect_are_accepted() -> None:
-    shared = {"user": "u", "cache_salt": "s", "best_of": 1, "spaces_between_special_tokens": False, "stream_options": {"include_obfuscation": False}}
+    shared = {"user": "u", "best_of": 1, "spaces_between_special_tokens": False, "stream_options": {"include_obfuscation": False}}
     assert post(COMPLETIONS, {"prompt": "p"} | shared).status_code == 200
     chat = {"messages": USER, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "k",
             "prompt_cache_retention": "24h", "parallel_tool_calls": True, "tools": [], "tool_choice": "none"}
     assert post(CHAT, chat | shared).status_code == 200
+
+
+def test_a_cache_salt_is_a_text_and_reaches_the_engine() -> None:
+    seen: list[str] = []
+
+    class Salted(ScriptedLLM):
+        def generate(self, prompt: Any, *args: Any, **more: Any) -> Any:
+            seen.append(prompt.cache_salt)
+            return super().generate(prompt, *args, **more)
+
+    for path, base in ((COMPLETIONS, {"prompt": ["p", "q"]}), (CHAT, {"messages": USER})):
+        assert post(path, base | {"cache_salt": "s"}, llm=Salted([[65]])).status_code == 200
+        assert post(path, base, llm=Salted([[65]])).status_code == 200
+        refused(post(path, base | {"cache_salt": ""}), 400, "cache_salt", "empty")
+    assert seen == ["s", "s", "", "", "s", ""]
 
 
 def test_null_is_the_default_of_every_optional_field() -> None:

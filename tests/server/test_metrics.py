@@ -35,7 +35,9 @@ def test_counts_and_times_are_what_the_clients_saw(server: Server) -> None:
     assert rise["inter_token_latency_seconds_count"] == generated - 10
     assert (rise["request_params_n_count"], rise["request_params_n_sum"]) == (9, 10)
     assert (rise["request_generation_tokens_sum"], rise["request_prompt_tokens_sum"]) == (generated, 50)
-    assert rise["iteration_tokens_total_sum"] == generated - 10 + 50  # the last token of each is never computed
+    assert rise["iteration_tokens_total_sum"] == generated - 10 + 50 - 4 - rise["prompt_tokens_cached_total"]  # the last token of each is never
+    # computed, and of the prompt of "two" all but the last row once only
+    assert rise["prompt_tokens_cached_total"] == rise["prefix_cache_hits_total"]
     # Client's times contain the server's.
     alone = [result for result in results if result.key != "two"]
     assert 0 < rise["time_to_first_token_seconds_sum"] <= sum(min(token_times(r)) - r.sent for r in alone) + 10 * 0.25

@@ -42,7 +42,10 @@ BREACHES = {
     "is empty": StepPlan(2, [PlanItem(1, 0, 0, [1, 2], True, [2])]),
     "0 \\(epoch 0\\) is empty": StepPlan(2, [GOOD], freed=[0]),
     "block out of range": StepPlan(2, [msgspec.structs.replace(SECOND, new_blocks=[6])]),
-    "two owners": StepPlan(2, [msgspec.structs.replace(SECOND, new_blocks=[1])]),
+    "is given a block twice": StepPlan(2, [msgspec.structs.replace(GOOD, new_blocks=[1])]),
+    "position 4 was overwritten": StepPlan(2, [GOOD, msgspec.structs.replace(SECOND, new_blocks=[1])]),
+    "writes the cell of position 2, as": StepPlan(2, [GOOD, PlanItem(1, 0, 0, [1, 2, 3], True, [1], init("b", [1, 2, 3]))]),
+    "position 0 was overwritten, or never": StepPlan(2, [PlanItem(1, 0, 4, [1], True, [3, 4], init("b", [5, 6, 7, 8, 1]))]),
     "is in epoch 0": StepPlan(2, [msgspec.structs.replace(GOOD, epoch=1)]),
     "6 tokens computed, the item starts at 5": StepPlan(2, [msgspec.structs.replace(GOOD, start=5)]),
     "0 tokens computed|has 6 tokens computed": StepPlan(2, [msgspec.structs.replace(GOOD, tokens=[])]),
@@ -52,6 +55,10 @@ BREACHES = {
     "expects tokens \\[1, 2\\], the item says \\[1, 3\\]": StepPlan(2, [msgspec.structs.replace(SECOND, tokens=[1, 3])]),
     "samples exactly when": StepPlan(2, [msgspec.structs.replace(GOOD, sample=False)]),
     "has drafts": StepPlan(2, [msgspec.structs.replace(GOOD, num_draft=1)]),
+    "copies a block out of range": StepPlan(2, [GOOD], kv_copies=[(0, 6)]),
+    "copies to a block twice": StepPlan(2, [GOOD], kv_copies=[(0, 3), (1, 3)]),
+    "or from one that it copies to": StepPlan(2, [GOOD], kv_copies=[(0, 3), (3, 4)]),
+    "position 4 was overwritten, or never": StepPlan(2, [GOOD, PlanItem(1, 0, 6, [1], True, [0, 2], init("b", [*PROMPT, 1]))], kv_copies=[(0, 2)]),
     "scores rows": StepPlan(2, [msgspec.structs.replace(SECOND, score_from=0, score_to=1)]),
 }
 
@@ -61,6 +68,31 @@ def test_each_breach_of_the_contract_is_noticed(message: str) -> None:
     executor, _ = started()
     with pytest.raises(AssertionError, match=message):
         executor.execute(BREACHES[message])
+
+
+def test_blocks_may_be_shared_by_those_whose_sequences_agree() -> None:
+    executor, _ = started()
+    same, other = [*PROMPT[:4], 1], [*PROMPT[:3], 9, 1]
+    shares = PlanItem(1, 0, 4, [1], True, [0, 2], init("b", same))
+    assert len(executor.execute(StepPlan(2, [GOOD, shares])).slots) == 2
+    executor.execute(StepPlan(3, [PlanItem(0, 0, 7, [-1], True), PlanItem(1, 0, 5, [-1], True)]))
+    executor, _ = started()
+    with pytest.raises(AssertionError, match="cell of position 3 was overwritten"):
+        executor.execute(StepPlan(2, [GOOD, msgspec.structs.replace(shares, init=init("b", other))]))
+
+
+def test_a_copied_block_is_written_by_either_and_read_by_both() -> None:
+    executor, _ = started()
+    fork = PlanItem(1, 0, 6, [1], True, [0, 2], init("b", [*PROMPT, 1]))
+    executor.execute(StepPlan(2, [GOOD, fork], kv_copies=[(1, 2)]))
+    assert len(executor.execute(StepPlan(3, [PlanItem(0, 0, 7, [-1], True), PlanItem(1, 0, 7, [-1], True, [3])])).slots) == 2
+
+
+def test_an_item_may_read_what_another_of_its_step_writes() -> None:
+    for turn in (1, -1):
+        executor = SimExecutor(2, 6, 4, vocab=50)
+        items = [PlanItem(0, 0, 0, PROMPT, True, [0, 1], init()), PlanItem(1, 0, 4, [1], True, [0, 2], init("b", [*PROMPT[:4], 1]))]
+        assert [len(found.tokens) for found in executor.execute(StepPlan(1, items[::turn])).slots] == [1, 1]
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 6), (1, 7), (5, 6)])

@@ -32,6 +32,9 @@ class Request:
     priority: int = 0  # smaller is more urgent (vLLM's sense)
     tenant: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokenized params.bad_words
+    cache_salt: str = ""  # only requests with the same one find each other's cached blocks
+    adapter: str = ""  # likewise: another adapter computes other K and V
+    fork_of: str = ""  # n > 1: the request with the same prompt, whose K and V of it this one takes over
     # moving, written by the Scheduler only
     order: int = 0  # place in arrival order, given by add() and kept through preemptions
     tokens: list[int] = field(default_factory=list)  # prompt + output so far
@@ -39,6 +42,7 @@ class Request:
     num_computed: int = 0  # leading tokens whose K and V are in the cache
     num_scored: int = 0  # leading rows of the prompt whose prompt_logprobs are out already
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    block_keys: list[bytes] | None = None  # memo of its blocks' keys, extended by the KvManager; None: not cached
     state: State = State.WAITING
     slot: int = -1  # the runner's place for it while RUNNING
     epoch: int = 0  # rises at each preemption or abort: older results are dropped

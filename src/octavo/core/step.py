@@ -39,12 +39,17 @@ class PlanItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """What one step computes. ``freed`` slots are given up before the items are read (a freed slot may be reused)."""
+    """What one step computes. ``freed`` slots are given up before the items are read (a freed slot may be reused).
+
+    All K and V of a step are written before any are read (layer by layer), so an item may read blocks that another item of
+    the same plan fills. Blocks may be in several slots' tables; a full one is never written again while it is.
+    """
 
     number: int
     items: list[PlanItem]
     freed: list[int] = []
     events: list[Event] = []
+    kv_copies: list[tuple[int, int]] = []  # blocks (from, to), copied before the step writes anything; no block is twice a target
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +66,7 @@ class SlotResult(msgspec.Struct, frozen=True):
     logprobs: list[LogprobRow] | None = None  # one per token, when params.logprobs is set
     prompt_logprobs: list[LogprobRow] | None = None  # one per scored position of the item
     draft: list[int] = []  # proposed for the next step
-    error: str | None = None  # this request cannot go on, and why; the others of the step can
+    error: str | None = None  # this request cannot go on, and why; the others of the step can. Its K and V are written all the same
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ class Driver:
     def __init__(self, core: EngineCore, clock: Callable[[], float] = time.monotonic) -> None:
         self._core = core
         self._clock = clock
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # held while the core works: take it to look into the core
         self._open: dict[str, tuple[Answer, int]] = {}  # by the request's id in the core
         core.observers.append(self._observe)
 
@@ -34,7 +34,7 @@ class Driver:
 
         Raises: RequestError as EngineCore.add does; WorkerDied.
         """
-        with self._lock:
+        with self.lock:
             try:
                 for answer, requests in batch:
                     for index, request in enumerate(requests):
@@ -46,7 +46,7 @@ class Driver:
 
     def step(self) -> None:
         """Compute one step and hand its news out. Raises: WorkerDied, after every open answer got its end."""
-        with self._lock, _interrupt_after():
+        with self.lock, _interrupt_after():
             steps = self._core.counters.steps
             deltas = self._core.step()
             self._deliver(deltas)
@@ -57,7 +57,7 @@ class Driver:
 
     def abort(self, answers: Sequence[Answer]) -> None:
         """Take back what is unfinished of these answers; nothing more is heard of it."""
-        with self._lock:
+        with self.lock:
             gone = {id(answer) for answer in answers}
             for request_id in [name for name, (answer, _) in self._open.items() if id(answer) in gone]:
                 del self._open[request_id]
@@ -65,7 +65,7 @@ class Driver:
 
     def shutdown(self) -> None:
         """End every answer and the engine with it. May be called twice."""
-        with self._lock:
+        with self.lock:
             self._core.shutdown()
             if self._core.has_work:
                 self._deliver(self._core.step())

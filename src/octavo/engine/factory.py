@@ -16,7 +16,6 @@ from octavo.engine.core import EngineCore
 from octavo.engine.report import Report, phase
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kv.manager import KvManager
-from octavo.kv.prefix import make_prefix_index
 from octavo.kv.spec import DTYPE_BYTES, KvSpec
 from octavo.models import registry
 from octavo.models.spec import ModelSpec
@@ -50,6 +49,7 @@ class Engine:
     """A wired engine with its text side, in one process."""
 
     core: EngineCore
+    scheduler: Scheduler  # the core's, for its counts
     config: Config  # final
     spec: ModelSpec
     text: "TextSide"
@@ -71,7 +71,7 @@ def build(config: Config, report: Report) -> Engine:
         side = build_core(config, checkpoint, spec, report)
     for line in text.notes(spec.vocab):
         report.note(line)
-    return Engine(side.core, side.config, spec, text, side.ledger, side.isa)
+    return Engine(side.core, side.scheduler, side.config, spec, text, side.ledger, side.isa)
 
 
 def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: Report) -> CoreSide:
@@ -86,7 +86,7 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
         runner = _make_runner(final, provider, model, kv_spec)
-    kv = KvManager(_blocks(final), final.kv.block_size, make_prefix_index(final.kv.enable_prefix_caching))
+    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
     scheduler = Scheduler(final.scheduler, kv)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,

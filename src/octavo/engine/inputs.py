@@ -13,7 +13,7 @@ from octavo.engine import groups
 from octavo.errors import ContextTooLong, InvalidRequest, shown
 
 PRIORITIES = 2**63
-PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 MOST_TENANT_CHARS = 256
 
 
@@ -23,6 +23,7 @@ class Prompt:
 
     text: str | None
     ids: list[int]
+    cache_salt: str = ""  # only requests with the same one share cached prefixes
 
 
 def check_priority(value: Any, policy: str) -> None:
@@ -50,22 +51,24 @@ class Inputs:
         self._unseeded = itertools.count()
 
     def prompt(self, given: Any, *, add_special_tokens: bool = True) -> Prompt:
-        """Tokenize and check one prompt: a string, {"prompt": …}, {"prompt_token_ids": […]} or a list of ids.
+        """Tokenize and check one prompt: a string, {"prompt": …}, {"prompt_token_ids": […]} or a list of ids. A dictionary may have a
+        ``cache_salt``: a text that keeps its cached prefix apart from those of other salts.
 
         Raises: InvalidRequest, ContextTooLong; both name the field and the numbers.
         """
-        text, ids = (given, None) if isinstance(given, str) else (None, given)
+        text, ids, salt = (given, None, "") if isinstance(given, str) else (None, given, "")
         if isinstance(given, Mapping):
             if unknown := [key for key in given if key not in PROMPT_KEYS]:
-                raise InvalidRequest(f"a prompt has the keys prompt and prompt_token_ids, not {shown(unknown[0])}", "prompt")
+                raise InvalidRequest(f"a prompt has the keys prompt, prompt_token_ids and cache_salt, not {shown(unknown[0])}", "prompt")
             text, ids = given.get("prompt"), given.get("prompt_token_ids")
             if text is None and ids is None:
                 raise InvalidRequest("a prompt needs the key prompt or prompt_token_ids", "prompt")
             if text is not None and not isinstance(text, str):
                 raise InvalidRequest(f"prompt must be a string, not {type(text).__name__}", "prompt")
+            salt = cache_salt(given.get("cache_salt"))
         if text is not None and ids is None:
-            return Prompt(text, self._check_length(self._tokens(text, "prompt", add_special_tokens=add_special_tokens), "prompt"))
-        return Prompt(text, self._check_length(self._check_ids(ids), "prompt_token_ids"))
+            return Prompt(text, self._check_length(self._tokens(text, "prompt", add_special_tokens=add_special_tokens), "prompt"), salt)
+        return Prompt(text, self._check_length(self._check_ids(ids), "prompt_token_ids"), salt)
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text that the request's field ``param`` holds, whether the model has them all or not.
@@ -114,7 +117,8 @@ class Inputs:
             Request(
                 id=groups.child_id(request_id, index, params.n), prompt=prompt.ids, params=unscored if index else params,
                 max_total=min(room, self.max_model_len), eos_ids=self.eos_ids, seed=groups.child_seed(seed, index), arrival=arrival,
-                priority=priority, tenant=tenant, bad_words=bad_words,
+                priority=priority, tenant=tenant, bad_words=bad_words, cache_salt=prompt.cache_salt,
+                fork_of=groups.child_id(request_id, 0, params.n) if index else "",
             )
             for index in range(params.n)
         ]
@@ -202,3 +206,12 @@ class Inputs:
             raise InvalidRequest(
                 f"min_tokens ({shown(params.min_tokens)}) bans the end and stop tokens until then, and no other token is allowed", "min_tokens",
             )
+
+
+def cache_salt(given: Any) -> str:
+    """A caller's cache_salt; empty where there is none. Raises: InvalidRequest for an empty one, or no text."""
+    if given is None:
+        return ""
+    if not isinstance(given, str) or not given:
+        raise InvalidRequest(f"cache_salt must be a non-empty string, or be left out, not {shown(given)}", "cache_salt")
+    return given

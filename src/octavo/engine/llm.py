@@ -21,6 +21,7 @@ from octavo.errors import ConfigError, InvalidRequest, RequestError, Unsupported
 
 if TYPE_CHECKING:
     from octavo.engine.factory import Engine
+    from octavo.kv.manager import Ledger as KvLedger
     from octavo.runner.memory import Ledger
 
 
@@ -106,6 +107,22 @@ class LLM:
         """How often a request lost its blocks to another since the start."""
         return self._running().core.counters.preemptions
 
+    @property
+    def kv_ledger(self) -> "KvLedger":
+        """Where the KV blocks are now: live, shared, cached, free."""
+        return self._running().scheduler.kv.ledger()
+
+    @property
+    def prefix_cache_stats(self) -> tuple[int, int]:
+        """Prompt tokens looked up in the prefix cache since the start, and how many of them were found."""
+        counters = self._running().core.counters
+        return counters.cache_queries, counters.cache_hits
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests lose nothing."""
+        with self._driver.lock:
+            self._running().scheduler.kv.reset_cache()
+
     def get_tokenizer(self) -> Any:
         """The model's tokenizer. Raises: ConfigError when the model came without one."""
         tokenizer = self._running().text.tokenizer
@@ -125,7 +142,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts, all of them in one batch. Results come in the prompts' order.
 
-        ``prompts`` is one or a sequence of: a string, {"prompt": …}, {"prompt_token_ids": […]}, a list of token ids.
+        ``prompts`` is one or a sequence of: a string, {"prompt": …}, {"prompt_token_ids": […]}, a list of token ids. A dictionary may
+        have a ``cache_salt``: cached prefixes are shared only between prompts with the same one.
         ``sampling_params``, ``priority`` (smaller is more urgent; only with scheduling_policy="priority") and ``tenant`` (whose
         share it is under the policy "fair") are one for all, or one per prompt. ``lora_request`` is vLLM's, and None.
 

@@ -45,6 +45,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
     priority: int = 0
     tenant: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""
     rest: SamplingParams | None = None  # the parameters of all but the first, where they differ
 
     @classmethod
@@ -53,7 +54,8 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
         first, params = requests[0], [_computed(request.params, request.max_total, vocab) for request in requests[:2]]
         return cls(
             [request.id for request in requests], [request.seed for request in requests], first.prompt, params[0], first.max_total, first.eos_ids,
-            first.arrival, first.priority, first.tenant, first.bad_words, params[1] if params[1:] and params[1] != params[0] else None,
+            first.arrival, first.priority, first.tenant, first.bad_words, first.cache_salt,
+            params[1] if params[1:] and params[1] != params[0] else None,
         )
 
     def requests(self) -> list[Request]:
@@ -62,6 +64,7 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
             Request(
                 id=name, prompt=self.prompt, params=self.params if self.rest is None or place == 0 else self.rest, max_total=self.max_total,
                 eos_ids=self.eos_ids, seed=seed, arrival=self.arrival, priority=self.priority, tenant=self.tenant, bad_words=self.bad_words,
+                cache_salt=self.cache_salt, fork_of=self.ids[0] if place else "",
             )
             for place, (name, seed) in enumerate(zip(self.ids, self.seeds, strict=True))
         ]
@@ -121,12 +124,23 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     running: int = 0
     waiting: int = 0  # also those that were preempted
     kv_total: int = 0  # blocks
-    kv_free: int = 0
+    kv_free: int = 0  # of them: hold nothing
     steps: int = 0
     tokens_planned: int = 0  # rows of all forward passes
     tokens_sampled: int = 0
     preemptions: int = 0
     tokens_lost: int = 0  # computed tokens that preemptions threw away
+    kv_cached: int = 0  # blocks in no table, kept for as long as nothing else needs them
+    kv_shared: int = 0  # blocks in more than one table
+    kv_logical: int = 0  # blocks that the tables would take without sharing
+    kv_reserved_slots: int = 0  # token slots of live blocks that are not used yet
+    cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache
+    cache_hits: int = 0  # of them: found
+
+    @property
+    def kv_live(self) -> int:
+        """Blocks that running sequences hold."""
+        return self.kv_total - self.kv_free - self.kv_cached
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -211,10 +211,11 @@ class EngineLoop:
 
     def _stats(self) -> m.EngineStats:
         scheduler, counters = self._scheduler, self._core.counters
-        pool = scheduler.kv.pool
+        ledger = scheduler.kv.ledger()
         return m.EngineStats(
-            len(scheduler.running), len(scheduler.waiting), pool.num_blocks, pool.num_free, counters.steps, counters.tokens_planned,
-            counters.tokens_sampled, counters.preemptions, counters.tokens_lost,
+            len(scheduler.running), scheduler.num_waiting, ledger.total, ledger.free, counters.steps, counters.tokens_planned,
+            counters.tokens_sampled, counters.preemptions, counters.tokens_lost, ledger.cached, ledger.shared, ledger.logical, ledger.reserved_slots,
+            counters.cache_queries, counters.cache_hits,
         )
 
 

@@ -47,8 +47,6 @@ def make_config(
         )
     if enable_prefix_caching is not None and not isinstance(enable_prefix_caching, bool):
         raise ConfigError(f"enable_prefix_caching must be true, false or None, not {shown(enable_prefix_caching)}", "enable_prefix_caching")
-    if enable_prefix_caching:
-        raise UnsupportedError("prefix caching is not served yet: leave enable_prefix_caching None or False", "enable_prefix_caching")
     if _whole(block_size, "block_size", 1) != BLOCK_SIZE:
         raise UnsupportedError(f"block_size must be {BLOCK_SIZE}, the width of a kernel tile, not {shown(block_size)}", "block_size")
     if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
@@ -61,6 +59,7 @@ def make_config(
         num_kv_blocks=_maybe(num_kv_blocks, "num_kv_blocks", 1, 2**31 // BLOCK_SIZE - 1),
         kv_cache_memory_bytes=_maybe(kv_cache_memory_bytes, "kv_cache_memory_bytes", 1, 2**63 - 1),
         kv_cache_dtype=_dtype(kv_cache_dtype, "kv_cache_dtype"),
+        enable_prefix_caching=enable_prefix_caching is not False,
     )
     tokens = _maybe(max_num_batched_tokens, "max_num_batched_tokens", 1, MOST)
     scheduler = SchedulerConfig(

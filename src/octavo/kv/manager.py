@@ -6,89 +6,139 @@
 
 A request's table covers its whole known context from admission on, so a prefill never asks for more in the middle.
 Exhaustion is a value (None), never an exception: what to do about it is the scheduler's decision.
+
+With prefix caching, full blocks of known tokens are *sealed*: they get a key and can be matched by others from then on. A block
+is sealed when the step that completes it is planned, not when that has run: a step writes all of its K and V (layer by
+layer) before it reads any, and steps run in their order. So requests that are admitted in one step share, too, and a
+block given up before its step ran is still written before whoever finds it reads it. A step that fails takes the keys
+that it promised back (``forget``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from octavo.config import BLOCK_SIZE
 from octavo.errors import ConfigError
 from octavo.kv.pool import BlockPool
-from octavo.kv.prefix import NoPrefixIndex, PrefixIndex
+from octavo.kv.prefix import PrefixIndex, root_key
 
 
 class Match(NamedTuple):
-    """The part of a sequence that needs no computing: ``num_tokens`` leading tokens, held by ``blocks`` (full ones)."""
+    """The part of a sequence that needs no computing: ``num_tokens`` leading tokens, held by ``blocks`` (full ones), and the
+    rest of them by ``tail``, which must be copied to the table's next block, because its owner goes on writing to it."""
 
     num_tokens: int
     blocks: list[int]
+    tail: int | None = None
 
 
 NO_MATCH = Match(0, [])
 
 
 class Ledger(NamedTuple):
-    """Where the pool's blocks are, and how many token slots of the live tables are not used yet."""
+    """Where the pool's blocks are: each is exactly one of live, cached and free."""
 
     live: int
+    shared: int  # of the live ones: in more than one table
     cached: int
     free: int
-    reserved_slots: int
+    logical: int  # blocks that the live tables would take without sharing
+    live_slots: int  # token slots of the live blocks
+    reserved_slots: int  # of them: not used yet
 
     @property
     def total(self) -> int:
         """Blocks of the pool."""
         return self.live + self.cached + self.free
 
+    @property
+    def utilization(self) -> float:
+        """Live tokens over allocated token slots, 0 to 1; 1 when nothing is allocated."""
+        return 1 - self.reserved_slots / self.live_slots if self.live_slots else 1.0
+
+
+class _Table:
+    """The blocks of one request."""
+
+    __slots__ = ("blocks", "keys", "sealed", "used")
+
+    def __init__(self, blocks: list[int], used: int, sealed: int, keys: list[bytes] | None) -> None:
+        self.blocks = blocks
+        self.used = used  # leading token slots that are, or are about to be, filled
+        self.sealed = sealed  # leading blocks whose keys were put into the index, by this request or another
+        self.keys = keys  # the request's memo (kv/prefix.py); None: its blocks are not for others
+
 
 class KvManager:
     """Block tables over a pool of ``num_blocks`` blocks of ``block_size`` tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE, index: PrefixIndex | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE, *, prefix_caching: bool = False) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, not {block_size}", "block_size")
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self._index = index or NoPrefixIndex()
-        self._tables: dict[str, list[int]] = {}
-        self._used: dict[str, int] = {}  # leading token slots that are, or are about to be, filled
+        self._index = PrefixIndex(block_size) if prefix_caching else None
+        self.pool = BlockPool(num_blocks, None if self._index is None else self._index.remove)
+        self._tables: dict[str, _Table] = {}
 
     @property
     def capacity(self) -> int:
         """Tokens that the whole pool holds."""
         return self.pool.num_blocks * self.block_size
 
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether blocks are kept and found again."""
+        return self._index is not None
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def root(self, salt: str, adapter: str) -> list[bytes] | None:
+        """A new sequence's memo of keys, to be given to ``match`` and ``admit``; None without prefix caching."""
+        return None if self._index is None else [root_key(salt, adapter)]
+
+    def match(self, tokens: Sequence[int], keys: list[bytes] | None) -> Match:
         """The leading tokens that are in the cache: full blocks, at most ``len(tokens) - 1`` tokens.
 
         The last token is always computed: its row is the one that is sampled.
         """
-        blocks = self._index.find(tokens)[: (len(tokens) - 1) // self.block_size]
+        if self._index is None or keys is None:
+            return NO_MATCH
+        blocks = self._index.find(tokens, keys, (len(tokens) - 1) // self.block_size)
         return Match(len(blocks) * self.block_size, blocks) if blocks else NO_MATCH
 
-    def admit(self, request_id: str, match: Match, num_tokens: int, room: int | None = None) -> list[int] | None:
+    def admit(
+        self, request_id: str, match: Match, num_tokens: int, room: int | None = None, keys: list[bytes] | None = None
+    ) -> list[int] | None:
         """Give a request a table for ``num_tokens`` tokens that begins with the matched blocks. Returns the table.
 
         None, and nothing taken, unless the blocks for ``room`` (at least ``num_tokens``) tokens are there: what is
-        between the two is asked for but not reserved.
+        between the two is asked for but not reserved. Cached blocks count as there, but for the matched ones.
         """
         assert request_id not in self._tables, f"{request_id} has a table already"
         shared = len(match.blocks)
         room = num_tokens if room is None else room
         assert num_tokens <= room and match.num_tokens < num_tokens, (match.num_tokens, num_tokens, room)
-        if self.blocks_for(room) - shared > self.pool.num_free:
+        if self.blocks_for(room) - shared > self.pool.num_available - self.pool.num_idle(match.blocks):
             return None
+        self.pool.share(match.blocks)  # first: what is shared cannot be evicted for the others
         taken = self.pool.take(self.blocks_for(num_tokens) - shared)
         assert taken is not None  # room was there
-        self.pool.share(match.blocks)
         table = [*match.blocks, *taken]
-        self._tables[request_id] = table
-        self._used[request_id] = match.num_tokens
+        self._tables[request_id] = _Table(table, match.num_tokens, shared, keys)
         return list(table)
+
+    def fork(self, parent_id: str, num_tokens: int) -> Match:
+        """The first ``num_tokens`` tokens of another request's table, for a request that begins alike to be admitted with.
+
+        They must be computed by the steps before the one that is planned. Unlike ``match`` it needs no cache, finds a block
+        that is only begun, too, and works at any point of the parent's life.
+        """
+        parent = self._tables[parent_id]
+        assert 0 < num_tokens <= parent.used, f"a fork of {num_tokens} tokens of {parent_id}, which has {parent.used}"
+        full, begun = divmod(num_tokens, self.block_size)
+        return Match(num_tokens, parent.blocks[:full], parent.blocks[full] if begun else None)
 
     def grow(self, request_id: str, used: int, reserve: int = 0) -> list[int] | None:
         """Make the table cover ``used`` tokens, and ``reserve`` if that is more. Returns the new blocks, mostly none.
@@ -97,24 +147,79 @@ class KvManager:
         """
         table = self._tables[request_id]
         need = used if used > reserve else reserve
-        if need > len(table) * self.block_size:
-            taken = self.pool.take(self.blocks_for(need) - len(table))
+        if need > len(table.blocks) * self.block_size:
+            taken = self.pool.take(self.blocks_for(need) - len(table.blocks))
             if taken is None:
                 return None
-            table.extend(taken)
-            self._used[request_id] = used
+            table.blocks.extend(taken)
+            table.used = used
             return taken
-        self._used[request_id] = used
+        table.used = used
         return []
 
+    def seal(self, request_id: str, tokens: Sequence[int], num_tokens: int) -> list[bytes]:
+        """Let others find the full blocks among the first ``num_tokens`` tokens, which are computed or in a planned step.
+
+        Of two blocks with the same content the one that was sealed first keeps the key. Returns the new keys.
+        """
+        table = self._tables[request_id]
+        if (full := num_tokens // self.block_size) <= table.sealed or table.keys is None:
+            return []
+        index, new = self._index, []
+        assert index is not None
+        for number in range(table.sealed, full):
+            key, block = index.key(tokens, table.keys, number + 1), table.blocks[number]
+            if index.put(key, block):
+                self.pool.keep(block)
+                new.append(key)
+        table.sealed = full
+        return new
+
+    def forget(self, keys: Iterable[bytes]) -> set[int]:
+        """Nobody finds these keys any more. Returns their blocks; tables that still hold one are not sealed any further."""
+        blocks = set()
+        for key in keys if self._index is not None else ():
+            assert self._index is not None
+            if (block := self._index.holder(key)) is not None:
+                self._index.remove(block)
+                self.pool.drop(block)
+                blocks.add(block)
+        for table in self._tables.values() if blocks else ():
+            if not blocks.isdisjoint(table.blocks):
+                table.keys = None
+        return blocks
+
+    def reset_cache(self) -> int:
+        """Forget everything that is cached; running requests keep what they have. Returns how many blocks became free."""
+        free = self.pool.num_free
+        if self._index is not None:
+            self.forget(self._index.all_keys())
+        return self.pool.num_free - free
+
     def release(self, request_id: str) -> int:
-        """Give up a request's table. Returns how many blocks became free."""
-        del self._used[request_id]
-        return self.pool.give_back(self._tables.pop(request_id))
+        """Give up a request's table. Returns how many blocks are in no table any more: sealed ones are cached now."""
+        table = self._tables.pop(request_id)
+        index, keys = self._index, table.keys
+        if index is None or keys is None or not table.sealed:
+            return self.pool.give_back(table.blocks)
+        # Some of its blocks may be doubles of others' that have the keys. Where such a one was evicted meanwhile, its own takes the key;
+        # where not, that one counts as just used, too. So what follows in the sequence never outlives what comes before it.
+        holders = []
+        for key, block in zip(keys[1 : table.sealed + 1], table.blocks):
+            if index.put(key, block):
+                self.pool.keep(block)
+            holders.append(index.holder(key))
+        gone = self.pool.give_back(table.blocks)
+        if holders != table.blocks[: table.sealed]:
+            for holder in reversed(holders):
+                assert holder is not None
+                self.pool.touch(holder)
+        return gone
 
     def table(self, request_id: str) -> list[int]:
         """A copy of a request's table; empty when it has none."""
-        return list(self._tables.get(request_id, ()))
+        table = self._tables.get(request_id)
+        return [] if table is None else list(table.blocks)
 
     def holders(self) -> set[str]:
         """The requests that have a table."""
@@ -122,23 +227,32 @@ class KvManager:
 
     def ledger(self) -> Ledger:
         """Where the blocks are now. Cost: one pass over the tables."""
-        free = self.pool.num_free
-        reserved = sum(len(table) * self.block_size - self._used[request_id] for request_id, table in self._tables.items())
-        return Ledger(self.pool.num_blocks - free, 0, free, reserved)
+        pool, size = self.pool, self.block_size
+        live = pool.num_blocks - pool.num_available
+        logical = reserved = 0
+        for table in self._tables.values():
+            logical += len(table.blocks)
+            reserved += len(table.blocks) * size - table.used  # only full blocks are shared: no unused slot is counted twice
+        return Ledger(live, pool.num_shared, pool.num_cached, pool.num_free, logical, live * size, reserved)
 
     def check(self) -> None:
-        """Restate every invariant from nothing: each block is exactly one of free and live (none is merely cached in
-        this version), references equal the tables, and what is used lies inside its table.
+        """Restate every invariant from nothing: each block is exactly one of free, cached and live, references equal the
+        tables, what is used lies inside its table, and keys are of full blocks only.
 
         Raises: AssertionError, saying what is wrong.
         """
-        self.pool.check(self._tables.values())
-        assert self._used.keys() == self._tables.keys(), "a request has a table without a count, or a count without a table"
+        self.pool.check([table.blocks for table in self._tables.values()])
+        uses: dict[int, int] = {}
         for request_id, table in self._tables.items():
-            assert table, f"{request_id} has an empty table"
-            assert 0 <= self._used[request_id] <= len(table) * self.block_size, f"{request_id} uses more than its table"
+            assert table.blocks, f"{request_id} has an empty table"
+            assert 0 <= table.used <= len(table.blocks) * self.block_size, f"{request_id} uses more than its table"
+            assert table.sealed * self.block_size <= table.used, f"{request_id} has sealed what it has not computed"
+            for number, block in enumerate(table.blocks):
+                uses[block] = uses.get(block, 0) + 1
+                assert uses[block] == 1 or (number + 1) * self.block_size <= table.used, f"{request_id} shares a block that is not full"
+        if self._index is not None:
+            self._index.check(self.pool.kept())
         ledger = self.ledger()
-        live = len({block for table in self._tables.values() for block in table})
-        assert ledger.live == live, f"{live} blocks are in tables, the ledger says {ledger.live}"
-        assert ledger.live + ledger.cached + ledger.free == self.pool.num_blocks
+        assert ledger.live == len(uses), f"{len(uses)} blocks are in tables, the ledger says {ledger.live}"
+        assert ledger.total == self.pool.num_blocks and ledger.logical == sum(uses.values())
         assert min(ledger) >= 0, ledger

@@ -4,16 +4,18 @@ import msgspec
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A request left the waiting queue. ``resumed``: it had run before."""
+    """A request left the waiting queue. ``resumed``: it had run before. ``forked_tokens`` were taken over from another sample of its prompt."""
 
     request_id: str
     slot: int
     cached_tokens: int
     resumed: bool
+    forked_tokens: int = 0
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):
-    """A request lost its blocks to another and waits again; ``tokens_lost`` must be computed anew."""
+    """A request lost its blocks to another and waits again; ``tokens_lost`` must be computed anew, unless they are still
+    cached when it is resumed (``Admitted.cached_tokens``)."""
 
     request_id: str
     cause: str  # who needed the blocks and how many, in words

@@ -112,7 +112,7 @@ class Metrics(Collector):
     """
 
     def __init__(self, model_name: str, config: "Config", *, engine: int = 0) -> None:
-        self.prompt_tokens = 0
+        self.prompt_tokens = self.prompt_tokens_cached = 0
         self.generation_tokens = 0
         self.ended_by: dict[str, int] = dict.fromkeys(REASONS, 0)
         self.stats: EngineStats | None = None  # the engine's last word about itself
@@ -187,6 +187,25 @@ class Metrics(Collector):
         if times.num_tokens > 1:
             put["request_time_per_output_token_seconds"].observe((times.last - times.first) / (times.num_tokens - 1))
 
+    def _ledger(self, stats: "EngineStats | None") -> Iterator[Metric]:
+        """Where the KV blocks are: live, cached and free ones are all of the pool."""
+        names, values = list(self._labels), list(self._labels.values())
+        blocks = GaugeMetricFamily(
+            PREFIX + "kv_blocks", "KV blocks: live + cached + free is the pool; shared ones are live.", labels=[*names, "state"],
+        )
+        counts = (stats.kv_live, stats.kv_shared, stats.kv_cached, stats.kv_free) if stats else (0, 0, 0, 0)
+        for state, count in zip(("live", "shared", "cached", "free"), counts, strict=True):
+            blocks.add_metric([*values, state], count)
+        yield blocks
+        for name, value, text in (
+            ("kv_logical_blocks", stats.kv_logical if stats else 0, "KV blocks that the sequences would take without sharing."),
+            ("kv_reserved_slots", stats.kv_reserved_slots if stats else 0, "Token slots of live KV blocks that are not used yet."),
+            ("kv_utilization", utilization(stats, int(self._cache["block_size"])), "Live tokens over the token slots of live KV blocks."),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+
     def _tokens(self, delta: "Delta", at: float, now: float) -> None:
         times = self._open.get(delta.request_id)
         if times is None:
@@ -197,6 +216,7 @@ class Metrics(Collector):
         if times.first < 0:
             times.first = at
             self.prompt_tokens += times.num_prompt
+            self.prompt_tokens_cached += delta.num_cached
             times.tenant[0] += times.num_prompt
             self.histograms["time_to_first_token_seconds"].observe(now - times.arrival)
         else:
@@ -230,13 +250,17 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
             gauge.add_metric(values, value)
             yield gauge
+        yield from self._ledger(stats)
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache's settings, as labels.", labels=[*names, *self._cache])
         info.add_metric([*values, *self._cache.values()], 1)
         yield info
         counters = {
             "num_preemptions": (stats.preemptions if stats else 0, "Times that a sequence lost its blocks to another."),
             "recomputed_tokens": (stats.tokens_lost if stats else 0, "Computed tokens that preemptions threw away."),
-            "prompt_tokens": (self.prompt_tokens, "Prompt tokens computed."),
+            "prompt_tokens": (self.prompt_tokens, "Prompt tokens, cached ones too."),
+            "prompt_tokens_cached": (self.prompt_tokens_cached, "Prompt tokens that were not computed, as the prefix cache had them."),
+            "prefix_cache_queries": (stats.cache_queries if stats else 0, "Prompt tokens looked up in the prefix cache."),
+            "prefix_cache_hits": (stats.cache_hits if stats else 0, "Prompt tokens found in the prefix cache."),
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }
         for name, (value, text) in counters.items():
@@ -258,9 +282,14 @@ class Metrics(Collector):
             yield family
 
 
+def utilization(stats: "EngineStats | None", block_size: int) -> float:
+    """Live tokens over allocated token slots, 0 to 1; 1 when nothing is allocated."""
+    return 1 - stats.kv_reserved_slots / (stats.kv_live * block_size) if stats is not None and stats.kv_live else 1.0
+
+
 def kv_use(stats: "EngineStats | None") -> float:
-    """The part of the KV blocks that is in use, 0 to 1."""
-    return 0.0 if stats is None or not stats.kv_total else 1 - stats.kv_free / stats.kv_total
+    """The part of the KV blocks that sequences hold, 0 to 1. What is merely cached gives way at need, so it does not count (as in vLLM)."""
+    return 0.0 if stats is None or not stats.kv_total else stats.kv_live / stats.kv_total
 
 
 def _to_context(context: int) -> tuple[int, ...]:

@@ -25,13 +25,15 @@ class Traffic:
         now, last = self._now(), self._last
         self._last = now
         stats = self._metrics.stats
-        seconds, came, went, lost = (new - old for new, old in zip(now, last, strict=True))
+        seconds, came, went, lost, asked, hits = (new - old for new, old in zip(now, last, strict=True))
         busy = bool(came or went or self._metrics.num_open)
         was_busy, self._busy = self._busy, busy
         if not (busy or was_busy) or seconds <= 0:
             return None
         line = (f"{came / seconds:.1f} tokens/s in, {went / seconds:.1f} tokens/s out, running {self._metrics.running}, "
                 f"waiting {self._metrics.waiting}, KV use {100 * kv_use(stats):.1f} %")
+        if asked:
+            line += f", prefix cache hits {100 * hits / asked:.1f} %"
         if lost:
             line += f", preemptions {int(lost)}"
         self._logger.info("%s", line)
@@ -43,6 +45,7 @@ class Traffic:
             await asyncio.sleep(every)
             self.tell()
 
-    def _now(self) -> tuple[float, int, int, int]:
-        stats = self._metrics.stats
-        return self._clock(), self._metrics.prompt_tokens, self._metrics.generation_tokens, stats.preemptions if stats else 0
+    def _now(self) -> tuple[float, int, int, int, int, int]:
+        metrics, stats = self._metrics, self._metrics.stats
+        totals = (stats.preemptions, stats.cache_queries, stats.cache_hits) if stats else (0, 0, 0)
+        return self._clock(), metrics.prompt_tokens, metrics.generation_tokens, *totals

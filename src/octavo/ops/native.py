@@ -44,6 +44,11 @@ class NativeKvStore:
         """The bytes, [num_blocks, block_bytes] uint8: to copy, swap or inspect blocks."""
         return np.frombuffer(self.memory, np.uint8).reshape(self.num_blocks, self.block_bytes)
 
+    def copy_block(self, source: int, target: int) -> None:
+        """K and V of all layers: a block is one contiguous piece."""
+        blocks = self.blocks
+        blocks[target] = blocks[source]
+
 
 class NativeProvider:
     """Weights in kernel order, and programs over them.

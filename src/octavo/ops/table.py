@@ -147,6 +147,9 @@ class KvStore(Protocol):
     num_blocks: int
     block_bytes: int
 
+    def copy_block(self, source: int, target: int) -> None:
+        """K and V of all layers, bit for bit. Cost: 2 · block_bytes of memory traffic."""
+
 
 class Provider(Protocol):
     """Loads weights into its own format and binds models. Host tensors are numpy: float32, or uint16 holding bfloat16 bits."""

@@ -31,6 +31,10 @@ class TorchKvStore:
         self.block_size = kv_spec.block_size
         self.block_bytes = self.data[:1].numel() * self.data.element_size()
 
+    def copy_block(self, source: int, target: int) -> None:
+        """K and V of all layers."""
+        self.data[target] = self.data[source]
+
 
 class TorchProvider:
     """Weights as torch tensors, programs as plain calls. ``dtype``: bfloat16 | float32, the compute dtype ("act")."""

@@ -20,7 +20,7 @@ class Runner:
 
     def __init__(self, bind: Bind, *, kv: KvStore | None, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
                  max_logprobs: int, vocab: int, block_size: int) -> None:
-        """``bind`` gives the program over the arrays of the batch and the slots. ``kv`` is only kept alive."""
+        """``bind`` gives the program over the arrays of the batch and the slots. ``kv``: whose blocks the plans name."""
         self.slots = Slots(max_num_seqs, -(-max_model_len // block_size), vocab)
         self.batch = Batch(max_tokens=max_num_batched_tokens, max_seqs=max_num_seqs, max_logprobs=max_logprobs, vocab=vocab, block_size=block_size)
         self._kv = kv
@@ -47,6 +47,10 @@ class Runner:
                 slots.init(item)
             if item.new_blocks:
                 slots.extend(item.slot, item.new_blocks)
+        for source, target in plan.kv_copies:
+            if self._kv is None:
+                raise ValueError(f"plan {plan.number} copies blocks, and this runner has no KV store")
+            self._kv.copy_block(source, target)
         results: list[SlotResult] = []
         if plan.items:
             rows = self.batch.fill(plan.items, slots)

@@ -15,8 +15,9 @@ alone it always finds its blocks, because ``_limit`` keeps a request within the 
 on, finishes, and makes the next one first. (A waiting request that ranks before all running ones is admitted next:
 nobody passes the head of the queue.) There are few preemptions, too: one happens only when a request needs a block
 for a newly sampled token, a resumed request gets the blocks of its whole context at once, and output tokens are kept.
-So each block boundary of each request costs one preemption at most: in all, no more than the blocks that all
-requests would take side by side. That holds whoever the victims are, so also where the order moves (fair, lpm).
+So each block boundary of each request costs one preemption that frees a block, at most: in all, no more than the blocks
+that all requests would take side by side. (A victim that shares all of its blocks frees none; another follows.)
+That holds whoever the victims are, so also where the order moves (fair, lpm).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from octavo.core.output import Delta
 from octavo.core.request import Request, State
 from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerDied
-from octavo.kv.manager import NO_MATCH, KvManager
+from octavo.kv.manager import NO_MATCH, KvManager, Match
 from octavo.observe.events import Admitted, Event, Finished, Preempted
 from octavo.scheduler.admission import Predicted
 from octavo.scheduler.itl import ItlBudget
@@ -48,6 +49,8 @@ class Counters:
     tokens_sampled: int = 0  # output tokens committed
     preemptions: int = 0
     tokens_lost: int = 0  # computed tokens that preemptions threw away
+    cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, each once: not again after a preemption
+    cache_hits: int = 0  # of them: found
 
 
 class _Part(msgspec.Struct, frozen=True, gc=False):
@@ -97,6 +100,9 @@ class Scheduler:
         self._freed: list[int] = []  # given up since the last plan
         self._events: list[Event] = []  # since the last plan, or the last take_events
         self._in_flight: dict[int, list[Request]] = {}  # plan number → whose items it has, in order
+        self._sealed: dict[int, list[bytes]] = {}  # plan number → keys of the blocks that it completes, where there are any
+        self._parked: dict[str, list[Request]] = {}  # whose fork → those that wait, outside the queue, for its prompt to be computed
+        self._copies: list[tuple[int, int]] = []  # of blocks, for the plan being made
         self._arrivals = 0
         self._turn = 0  # rises with each item of each plan
         self._longest = min(config.max_model_len, kv.capacity + 1)  # tokens that any request may have
@@ -105,6 +111,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started, or were preempted."""
+        return len(self.waiting) + sum(map(len, self._parked.values()))
 
     def add(self, request: Request) -> None:
         """Put a request into the queue.
@@ -131,9 +142,12 @@ class Scheduler:
             raise InvalidRequest(f"max_total is {request.max_total}, the prompt alone has {length} tokens: no token may follow", "max_tokens")
         self._arrivals += 1
         request.order = self._arrivals
+        request.block_keys = self.kv.root(request.cache_salt, request.adapter)
         self._requests[request.id] = request
-        self.policy.arrived(request, self.waiting)
-        self.waiting.push(request)
+        if request.fork_of in self._requests:
+            self._parked.setdefault(request.fork_of, []).append(request)
+        else:
+            self._enqueue(request)
 
     def abort(self, request_id: str) -> Delta | None:
         """End a request now, wherever it is; its last Delta, or None when it is unknown or has ended already."""
@@ -143,7 +157,7 @@ class Scheduler:
     def cached_tokens(self, request: Request) -> int:
         """Tokens that the prefix cache would spare this request now. Changes nothing."""
         scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
-        return self.kv.match(request.tokens).num_tokens if scored else 0
+        return self.kv.match(request.tokens, request.block_keys).num_tokens if scored else 0
 
     def take_events(self) -> list[Event]:
         """What happened since the last plan. Without this call it is in the next plan's ``events``."""
@@ -157,10 +171,22 @@ class Scheduler:
         there, the budget is 0, a predicate says no, or all that is left is in flight. Freed slots and events then wait
         for the next plan.
         """
+        for parent_id in list(self._parked):
+            if (parent := self._requests[parent_id]).num_computed >= parent.num_prompt:
+                self._unpark(parent)
         chosen: dict[Request, _Part] = {}
         budget = self._serve_running(self._now(now), chosen)
-        self._admit_waiting(budget, chosen)
-        return self._build(chosen) if chosen else None
+        keys: list[bytes] = []
+        if self.kv.prefix_caching:  # only now: no preemption can undo a part any more
+            for request, part in chosen.items():
+                keys += self._seal(request, request.num_computed + part.take)
+        self._admit_waiting(budget, chosen, keys)
+        return self._build(chosen, keys) if chosen else None
+
+    def _seal(self, request: Request, end: int) -> list[bytes]:
+        """Let others find what is computed once this step has run, as far as its tokens are known. Returns the new keys."""
+        known = len(request.tokens)  # tokens in flight, and drafts, come later
+        return self.kv.seal(request.id, request.tokens, end if end < known else known)
 
     def _now(self, now: float) -> int:
         limit = self.config.max_num_batched_tokens
@@ -192,7 +218,7 @@ class Scheduler:
                 victim = self.policy.victim(self.running)
                 gone = chosen.pop(victim, None)
                 budget += gone.take if gone else 0
-                self._preempt(victim, request, max(used, reserve))
+                self._preempt(victim, self._shortage(request, max(used, reserve)))
                 if victim is request:
                     break
             if new_blocks is not None:
@@ -200,7 +226,7 @@ class Scheduler:
                 budget -= take
         return budget
 
-    def _admit_waiting(self, budget: int, chosen: dict[Request, _Part]) -> None:
+    def _admit_waiting(self, budget: int, chosen: dict[Request, _Part], keys: list[bytes]) -> None:
         """Start or resume requests, in policy order, with the budget that is left. Nobody passes one that must wait.
 
         The blocks of the whole known context are taken at once, and one more must be there (unless the request can
@@ -214,9 +240,10 @@ class Scheduler:
                 return
             length, most = len(request.tokens), self._limit(request) - 1
             scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
-            match = self.kv.match(request.tokens) if scored else NO_MATCH  # what must be scored must be computed
+            fork = self._fork(request)
+            match = fork or (self.kv.match(request.tokens, request.block_keys) if scored else NO_MATCH)  # what must be scored must be computed
             room = max(min(length + self.kv.block_size, most), min(length + self._lookahead, most))
-            table = self.kv.admit(request.id, match, min(length + self._lookahead, most), room)
+            table = self.kv.admit(request.id, match, min(length + self._lookahead, most), room, request.block_keys)
             if table is None:
                 return
             self.waiting.remove(request)
@@ -225,23 +252,57 @@ class Scheduler:
             request.slot = self._slots.pop()
             request.num_computed = match.num_tokens
             request.known = length
+            if match.tail is not None:
+                self._copies.append((match.tail, table[len(match.blocks)]))
             if request.preemptions == 0:
-                request.num_cached = match.num_tokens
+                if fork is None:
+                    request.num_cached = match.num_tokens
+                    if scored and request.block_keys is not None:
+                        self.counters.cache_queries += length
+                        self.counters.cache_hits += match.num_tokens
                 self.policy.charge(request, length - match.num_tokens, 0)
             take = min(length - match.num_tokens, budget)
             self.kv.grow(request.id, match.num_tokens + take)
+            keys += self._seal(request, match.num_tokens + take)  # the next one admitted may use it
             chosen[request] = _Part(take, table, True)
             budget -= take
-            self._events.append(Admitted(request.id, request.slot, match.num_tokens, request.preemptions > 0))
+            found, forked = (0, match.num_tokens) if fork else (match.num_tokens, 0)
+            self._events.append(Admitted(request.id, request.slot, found, request.preemptions > 0, forked))
 
-    def _preempt(self, victim: Request, needy: Request, tokens: int) -> None:
-        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew.
+    def _fork(self, request: Request) -> Match | None:
+        """What a sample takes over from another of its prompt, which runs and has computed it in earlier steps; else None.
+
+        With the prefix cache alone it would find the full blocks; but that may be off, and what is in the prompt's last
+        block it would compute again. A resumed one is matched: its own tokens may be cached, too.
+        """
+        parent = self._requests.get(request.fork_of) if request.fork_of else None
+        if parent is None or parent.state is not State.RUNNING or parent.num_computed < request.num_prompt or request.preemptions:
+            return None
+        # Its last row is computed again, with its own seed: never for a prompt of one token.
+        return self.kv.fork(parent.id, request.num_prompt - 1) if request.num_prompt > 1 else None
+
+    def _unpark(self, parent: Request) -> None:
+        """Those that waited for this one's prompt go to their places in the queue."""
+        for request in self._parked.pop(parent.id, ()):
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """A new request joins the queue: from now on the policy knows it."""
+        self.policy.arrived(request, self.waiting)
+        self.waiting.push(request)
+
+    def _shortage(self, needy: Request, tokens: int) -> str:
+        """Why somebody has to give way, in words."""
+        pool = self.kv.pool
+        return f"{needy.id} needed {self.kv.blocks_for(tokens)} blocks for {tokens} tokens, {pool.num_available} of {pool.num_blocks} were free"
+
+    def _preempt(self, victim: Request, cause: str) -> None:
+        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew what the
+        cache has not kept by then.
 
         Output tokens are kept. Rank and arrival order stay, so it is resumed before whoever came later.
         """
-        free = self.kv.pool.num_free
         freed = self._leave_slot(victim)
-        cause = f"{needy.id} needed {self.kv.blocks_for(tokens)} blocks for {tokens} tokens, {free} of {self.kv.pool.num_blocks} were free"
         self._events.append(Preempted(victim.id, cause, victim.num_computed, freed))
         self.counters.preemptions += 1
         self.counters.tokens_lost += victim.num_computed
@@ -251,7 +312,7 @@ class Scheduler:
         self.waiting.push(victim)
 
     def _leave_slot(self, request: Request) -> int:
-        """Give up slot and blocks, and make every result in flight stale. Returns the blocks that became free."""
+        """Give up slot and blocks, and make every result in flight stale. Returns the blocks that nobody uses any more."""
         self.running.remove(request)
         self._slots.append(request.slot)
         self._freed.append(request.slot)
@@ -260,7 +321,7 @@ class Scheduler:
         request.ahead = 0
         return self.kv.release(request.id)
 
-    def _build(self, chosen: dict[Request, _Part]) -> StepPlan:
+    def _build(self, chosen: dict[Request, _Part], keys: list[bytes]) -> StepPlan:
         """Turn the choice into a plan, and advance the requests as if it were computed."""
         number = self.counters.steps = self.counters.steps + 1
         items, charge, total = [], self.policy.charge, 0
@@ -284,7 +345,10 @@ class Scheduler:
         self.counters.tokens_planned += total
         freed, self._freed = self._freed, []
         self._in_flight[number] = list(chosen)
-        return StepPlan(number, items, freed, self.take_events())
+        if keys:
+            self._sealed[number] = keys
+        copies, self._copies = self._copies, []
+        return StepPlan(number, items, freed, self.take_events(), copies)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -296,6 +360,7 @@ class Scheduler:
         Raises: WorkerDied when the result does not answer the plan (nothing is changed then).
         """
         _compare(plan, result)
+        self._sealed.pop(plan.number, None)
         if self._itl is not None:
             self._itl.stepped(plan.num_tokens, result.seconds)
         deltas = []
@@ -336,27 +401,41 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:
         """End every request that has a part in a plan which could not be executed. Returns their last deltas.
 
-        It is not known how far the plan got, so its ``freed`` slots are named again in the next one.
+        It is not known how far the plan got, so its ``freed`` slots are named again in the next one. What it was to compute is in
+        no cache, nor what plans in flight after it built on that: requests of theirs that hold such blocks start anew.
         """
+        lost = self.kv.forget([key for number in list(self._sealed) for key in self._sealed.pop(number)])
         deltas = []
+        ended = set()
         for request, item in zip(self._in_flight.pop(plan.number), plan.items, strict=True):
             if request.epoch == item.epoch:
+                ended.add(request.id)
                 deltas.append(self._end(request, Delta(request.id, finish_reason="error", error=message, num_cached=request.num_cached)))
+        for request in list(self.running):
+            if request.fork_of in ended or not lost.isdisjoint(self.kv.table(request.id)):
+                self._preempt(request, f"step {plan.number} failed, which was to compute what {request.id} shares")
         taken = {request.slot for request in self.running}
         self._freed.extend(slot for slot in plan.freed if slot not in self._freed and slot not in taken)
         return deltas
 
     def _end(self, request: Request, delta: Delta) -> Delta:
         """The one way out: everything the request held is given up. Returns its last delta."""
+        parked = False
         if request.state is State.RUNNING:
             self._leave_slot(request)
         else:
-            self.waiting.remove(request)
+            siblings = self._parked.get(request.fork_of, [])
+            if parked := request in siblings:
+                siblings.remove(request)
+            else:
+                self.waiting.remove(request)
             request.epoch += 1
         request.state = State.FINISHED
         del self._requests[request.id]
         assert delta.finish_reason is not None
-        self.policy.ended(request)
+        if not parked:
+            self.policy.ended(request)
+        self._unpark(request)
         if self._predicted is not None:
             self._predicted.ended(request, delta.finish_reason)
         self._events.append(Finished(request.id, delta.finish_reason))
@@ -368,7 +447,8 @@ class Scheduler:
         Raises: AssertionError, saying what is wrong.
         """
         self.kv.check()
-        waiting = list(self.waiting)
+        waiting = [*self.waiting, *(r for parked in self._parked.values() for r in parked)]
+        assert self._parked.keys() <= self._requests.keys() and not self._copies, "somebody waits for a request that is gone"
         assert sorted(r.id for r in [*waiting, *self.running]) == sorted(self._requests), "a request is lost, or in two places"
         assert self.kv.holders() == {r.id for r in self.running}, "a table without a running request, or the reverse"
         slots = [r.slot for r in self.running] + self._slots

@@ -107,6 +107,8 @@ def sampling(
         raise invalid(f"n is {n}; at most {settings.max_n} answers to one prompt are given", "n")
     _check_sizes(given, settings, vocab)
     _check_best_of(request.best_of, n)
+    if request.cache_salt == "":
+        raise invalid("cache_salt is empty: give a text, or leave it out", "cache_salt")
     given["max_tokens"] = defaults.max_tokens if max_tokens is None else max_tokens
     if max_tokens is None and given["max_tokens"] is not None and given.get("min_tokens", 0) > given["max_tokens"]:
         given["max_tokens"] = None  # the model's own limit gives way to what the request asks for

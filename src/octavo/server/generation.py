@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -57,7 +57,7 @@ class Job:
 
     async def start(self) -> Merged:
         """Hand every prompt to the engine. Raises: what it refuses one with; then none is left running."""
-        llm, urgency = self.context.llm, self.request.priority or 0
+        llm, urgency, salt = self.context.llm, self.request.priority or 0, self.request.cache_salt or ""
         generators: list[AsyncGenerator[RequestOutput, None]] = []
         try:
             for prompt in self.prompts:
@@ -66,8 +66,8 @@ class Job:
                 if self.prompt_only and self.params.prompt_logprobs is None:
                     generators.append(_unrun(prompt))
                 else:
-                    name = self.context.engine_id(self.id)
-                    generators.append(llm.generate(prompt, self.params, request_id=name, priority=urgency, tenant=self.tenant))
+                    name, salted = self.context.engine_id(self.id), replace(prompt, cache_salt=salt)
+                    generators.append(llm.generate(salted, self.params, request_id=name, priority=urgency, tenant=self.tenant))
         except BaseException:
             for generator in generators:
                 await generator.aclose()

@@ -22,6 +22,7 @@ def bounded(low: float | None = None, high: float | None = None, **more: Any) ->
 # What is accepted and changes nothing.
 NO_EFFECT = Meta(description="Accepted; has no effect.")
 NoOp = Annotated[Raw, NO_EFFECT]
+SALTED = Meta(description="Cached prefixes are shared only between requests with the same one.")
 TENANT = Meta(description="Whose share of the engine this is, where neither API key nor X-Tenant says.")
 NOT_SERVED = "Not served yet: only values that ask for nothing are accepted."
 
@@ -92,10 +93,10 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int | None, bounded(-(2**31), 2**31 - 1)] = None
+    cache_salt: Annotated[str | None, SALTED, bounded(minLength=1)] = None
     request_id: Annotated[str | None, bounded(pattern="^[!-~]{1,128}$")] = None
     user: Annotated[str | None, bounded(maxLength=256), TENANT] = None
     # accepted, without effect
-    cache_salt: Annotated[str | None, NO_EFFECT] = None  # nothing is shared between requests yet, so every salt is kept apart
     spaces_between_special_tokens: Annotated[bool | None, NO_EFFECT] = None
     # known, not served
     best_of: Annotated[int | None, bounded(1)] = None  # n or less than n is an error of its own; more asks for ranking

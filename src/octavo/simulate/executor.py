@@ -2,8 +2,9 @@
 
 It sees what a runner sees (a plan, and what it remembers of each slot) and asserts the whole contract of plans. In
 place of K and V each cell of the block memory holds a hash of the sequence up to and including its token; a step reads
-back every cell of its context through the block table. So a wrong position, a stale, lost or overwritten block, or a
-block of two owners is found at the step that would have read it. The token after a sequence is a pure function of the
+back every cell of its context through the block table, after all of the step's writes. So a wrong position, a stale, lost
+or overwritten block is found at the step that would have read it, and blocks are shared exactly by those whose sequences
+agree. The token after a sequence is a pure function of the
 sequence and the seed: a request has one right answer, whatever company, chunks and preemptions it meets.
 """
 
@@ -108,7 +109,13 @@ class SimExecutor:
         for slot in plan.freed:
             self._slots.pop(slot, None)
         self._check_whole(plan)
-        results = [self._run(plan, item) for item in plan.items]
+        self._copy(plan)
+        for item in plan.items:
+            self._check_item(plan, item, self._slots[item.slot])
+        written: set[int] = set()
+        for item in plan.items:
+            self._write(plan, item, written)
+        results = [self._read(plan, item) for item in plan.items]
         seconds = self._cost(plan) if self._cost else 0.0
         if self._clock:
             self._clock.advance(seconds)
@@ -137,9 +144,19 @@ class SimExecutor:
                 self._slots[item.slot].computed = item.start  # what a prefix cache held
             _require(item.slot in self._slots, plan, item, "is empty")
             self._slots[item.slot].table.extend(item.new_blocks)
-        owned = [block for slot in self._slots.values() for block in slot.table]
-        _require(all(0 <= block < self._num_blocks for block in owned), plan, None, "names a block out of range")
-        _require(len(set(owned)) == len(owned), plan, None, "gives a block two owners")
+            table = self._slots[item.slot].table
+            _require(all(0 <= block < self._num_blocks for block in table), plan, item, "is given a block out of range")
+            _require(len(set(table)) == len(table), plan, item, "is given a block twice")
+
+    def _copy(self, plan: StepPlan) -> None:
+        """All copies at once, as one step's: a chain of them would depend on their order."""
+        sources, targets = {source for source, _ in plan.kv_copies}, [target for _, target in plan.kv_copies]
+        _require(all(0 <= block < self._num_blocks for block in (*sources, *targets)), plan, None, "copies a block out of range")
+        sound = len(set(targets)) == len(targets) and sources.isdisjoint(targets)
+        _require(sound, plan, None, "copies to a block twice, or from one that it copies to")
+        size = self.block_size
+        for source, target in plan.kv_copies:
+            self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]
 
     def _check_item(self, plan: StepPlan, item: PlanItem, slot: _Slot) -> None:
         count, start, end = len(item.tokens), item.start, item.start + len(item.tokens)
@@ -156,19 +173,27 @@ class SimExecutor:
             inside = start <= item.score_from and item.score_to <= min(end, prompt_len - 1)
             _require(inside and params.prompt_logprobs is not None, plan, item, "scores rows that it may not")
 
-    def _run(self, plan: StepPlan, item: PlanItem) -> SlotResult:
+    def _write(self, plan: StepPlan, item: PlanItem, written: set[int]) -> None:
+        """The item's K and V: hashes of what its slot knows to be the sequence."""
+        slot, start = self._slots[item.slot], item.start
+        state = hash_sequence(slot.tokens[:start])
+        for position in range(start, start + len(item.tokens)):
+            state = mix(state, slot.tokens[position])
+            cell = self._cell(slot, position)
+            _require(cell not in written, plan, item, f"writes the cell of position {position}, as another item does")
+            written.add(cell)
+            self._memory[cell] = state
+
+    def _read(self, plan: StepPlan, item: PlanItem) -> SlotResult:
+        """Attention, which reads the whole context back, and what comes of it."""
         slot = self._slots[item.slot]
-        self._check_item(plan, item, slot)
         params, start = slot.init.params, item.start
         state = 0
-        for position in range(start):  # attention reads the whole context back
+        scored = []
+        for position in range(start + len(item.tokens)):
             state = mix(state, slot.tokens[position])
             cell = self._memory[self._cell(slot, position)]
             _require(cell == state, plan, item, f"the cell of position {position} was overwritten, or never written")
-        scored = []
-        for position in range(start, start + len(item.tokens)):
-            state = mix(state, slot.tokens[position])
-            self._memory[self._cell(slot, position)] = state
             if item.score_from <= position < item.score_to:
                 scored.append(self._row(state, slot.tokens[position + 1], params.prompt_logprobs or 0))
         slot.computed = start + len(item.tokens)
