@@ -156,7 +156,7 @@ def test_standard_input_may_be_closed(tiny: str) -> None:
     assert done.returncode == 2 and "prompt" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("after", [0.02, 0.1, 0.2, 0.4])
+@pytest.mark.parametrize("after", [0.2, 0.3, 0.5])
 def test_an_interrupt_while_it_starts_is_no_traceback(tiny: str, after: float) -> None:
     process = subprocess.Popen([sys.executable, "-m", "octavo", "inspect", tiny], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     time.sleep(after)

@@ -46,9 +46,7 @@ ENGINE_OPTIONS: Table = {
     "block_size": (int, "Tokens in a KV block: 16.", ()),
     "kv_cache_dtype": (str, "auto: the compute dtype.", ()),
     "quantization": (str, "Not served yet; GGUF types are dequantized at load.", ()),
-    "enable_prefix_caching": (
-        bool, "Keep what was computed for requests that begin alike. Default: on.", ("--enable-prefix-caching/--no-enable-prefix-caching",),
-    ),
+    "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),  # its name would cut all others at 80 columns
 }
 
 SAMPLING_OPTIONS: Table = {
