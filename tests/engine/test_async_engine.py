@@ -607,3 +607,30 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
         assert not llm._board.flights and not llm._board.sequences and not llm._board.queued and llm._board.preparing == 0
 
     play(scene)
+
+
+def test_work_in_the_threads_counts_as_waiting_and_is_given_up() -> None:
+    """What has not begun when its caller leaves never runs, and nothing keeps its place."""
+    import threading
+
+    from octavo.engine.async_engine import TEXT_THREADS
+
+    async def run() -> None:
+        llm = AsyncLLM.over(Engine(), CONFIG, TextSide(Spelled(), (), SamplingParams(), None), 320, max_num_queued_reqs=TEXT_THREADS + 1)
+        async with llm:
+            gate, ran = threading.Event(), []
+            busy = [asyncio.ensure_future(llm.in_thread(gate.wait)) for _ in range(TEXT_THREADS)]
+            late = asyncio.ensure_future(llm.in_thread(lambda: ran.append(1)))
+            await asyncio.sleep(0)
+            assert llm._board.preparing == TEXT_THREADS + 1
+            with pytest.raises(QueueFull):
+                llm.check_room()
+            late.cancel()
+            await asyncio.wait([late])
+            llm.check_room()
+            gate.set()
+            await asyncio.gather(*busy)
+            await llm.in_thread(lambda: None)
+            assert late.cancelled() and not ran and llm._board.preparing == 0
+
+    asyncio.run(run())

@@ -118,7 +118,8 @@ def _extend(table: Table, gathered: str, panel: str, prefix: str = "") -> Callab
         own = [each for each in inspect.signature(command).parameters.values() if each.name != gathered]
         more = [  # without metavar: a column of types would cut the options' names on a terminal of 80 columns
             inspect.Parameter(prefix + name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
-                kind | None, typer.Option(*(names or (f"--{name.replace('_', '-')}",)), help=text, hidden=not text, metavar="", rich_help_panel=panel)])
+                kind | None, typer.Option(*(names or (f"--{name.replace('_', '-')}",)), help=text, hidden=not text, metavar="",
+                                          rich_help_panel=panel)])
             for name, (kind, text, names) in table.items()
         ]
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *more)]

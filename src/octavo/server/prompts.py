@@ -9,7 +9,7 @@ from msgspec import Raw
 
 from octavo.engine.inputs import Prompt
 from octavo.errors import ContextTooLong, RequestError
-from octavo.server.body import count_marks, decode, outside_strings, unescaped
+from octavo.server.body import count_marks, decode, unescaped
 from octavo.server.errors import ApiError, invalid
 from octavo.server.schema import Generation
 from octavo.server.settings import ServerSettings
@@ -54,9 +54,10 @@ def _measure(text: bytes, context: int, settings: ServerSettings) -> None:
     most = max(_MOST_IDS, context)
     if len(text) <= _SMALL:
         return
-    texts = count_marks(unescaped(text), b'"') // 2 if b'"' in text else 0
+    bare = unescaped(text)
+    texts = count_marks(bare, b'"') // 2 if b'"' in text else 0
     if texts <= settings.max_choices:
-        outside = outside_strings(text) if texts else text
+        outside = b"".join(bare.split(b'"')[::2]) if texts else text
         lists = count_marks(outside, b"[") - 1
         if texts + lists <= settings.max_choices:
             if lists and (ids := count_marks(outside, b",") + 1) > most:
