@@ -29,7 +29,9 @@ def test_every_engine_option_has_its_line(octavo: Octavo, command: str) -> None:
     from octavo.cli.options import ENGINE_OPTIONS
 
     text = octavo(command, "--help", env={"COLUMNS": "160"}).stdout
-    for name, (_, _, names) in ENGINE_OPTIONS.items():
+    for name, (_, told, names) in ENGINE_OPTIONS.items():
+        if not told:
+            continue
         wanted = f"--{name.replace('_', '-')}" if command == "serve" and name == "seed" else (names or (f"--{name.replace('_', '-')}",))[0]
         assert wanted.partition("/")[0] in text, wanted
 
