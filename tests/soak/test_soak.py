@@ -9,7 +9,7 @@ from octavo.bench.server import Server
 def test_streams_whose_clients_leave_at_random(tmp_path: Path) -> None:
     """Eight seconds on a tiny model, with a pool that forces preemptions. The limits on time and memory are generous: the machine is shared."""
     path = make_tiny(tmp_path / "tiny")
-    with Server(str(path), "--served-model-name", "m", "--num-kv-blocks", "500") as server:
+    with Server(str(path), "--served-model-name", "m", "--num-kv-blocks", "200") as server:
         told = soak(server, clients=200, seconds=8, longest=64)
         print("\n".join(told.lines()))
         assert server.stop() == 0
