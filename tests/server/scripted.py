@@ -90,7 +90,7 @@ class ScriptedLLM:
         return self.template.render(messages, **options)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0, tenant: str = ""
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0, tenant: str = "", arrival: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         self.tenants.append(tenant)
         if self.script and isinstance(self.script[0], Exception):  # refused at once, as the engine does

@@ -242,12 +242,12 @@ class AsyncLLM:
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0, tenant: str = "",
-        add_special_tokens: bool = True, deltas: bool = True,
+        add_special_tokens: bool = True, deltas: bool = True, arrival: float | None = None,
     ) -> Generation:
         """Answer one prompt: an async iterator over the news (``deltas``), or over everything so far each time.
 
         The request counts from this call on. A Prompt (from ``tokenize``) is queued at once; another is tokenized when the
-        iteration begins. A slow reader gets fewer and larger pieces. Closing, cancelling or dropping it aborts the request.
+        iteration begins. ``arrival``: when it came in (monotonic seconds), if that was earlier. A slow reader gets fewer and larger pieces. Closing, cancelling or dropping it aborts the request.
         It ends with a finish_reason in each of the n sequences ("error": its stop_reason says what), or with WorkerDied.
 
         Raises: InvalidRequest, QueueFull (not for a Prompt: ask check_room before tokenizing), WorkerDied; ContextTooLong.
@@ -260,7 +260,7 @@ class AsyncLLM:
         if not isinstance(prompt, Prompt):
             self.check_room(params.n)
         flight = Flight(self._board.name(request_id), params)
-        submit, start = partial(self._submit, flight, bad_words, priority, tenant), None
+        submit, start = partial(self._submit, flight, bad_words, priority, tenant, arrival), None
         if isinstance(prompt, Prompt):
             submit(prompt)
         else:
@@ -327,9 +327,10 @@ class AsyncLLM:
                 f"bytes at most each, so no text above {most} bytes can fit, and a prompt may have at most {self.max_model_len - 1} tokens", "prompt",
             )
 
-    def _submit(self, flight: Flight, bad_words: tuple[tuple[int, ...], ...], priority: int, tenant: str, prompt: Prompt) -> None:
+    def _submit(self, flight: Flight, bad_words: tuple[tuple[int, ...], ...], priority: int, tenant: str, arrival: float | None,
+                prompt: Prompt) -> None:
         self._check_alive()
-        now = time.monotonic()
+        now = time.monotonic() if arrival is None else arrival
         requests = self.inputs.requests(
             self._board.engine_id(flight.request_id), prompt, flight.params, bad_words, arrival=now, priority=priority, tenant=tenant,
         )

@@ -51,7 +51,8 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     room = llm.max_model_len - (asked or 1)
     prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens), settings=settings, field="messages")
     check_room(len(prompt.ids), asked, llm.max_model_len, field)
-    return Job(context, request, answer_id, [prompt], params, params.n, tenant=tenant), _lead(request, messages)
+    job = Job(context, request, answer_id, [prompt], params, params.n, tenant=tenant, arrival=http.scope["state"]["arrival"])
+    return job, _lead(request, messages)
 
 
 def _alternatives(request: ChatRequest) -> int | None:

@@ -63,7 +63,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     n = params.n
     if prompt_only:  # one run scores the prompt for all n
         params = msgspec.structs.replace(params, n=1, logprobs=None)
-    return Job(context, request, answer_id, prompts, params, n, prompt_only, tenant)
+    return Job(context, request, answer_id, prompts, params, n, prompt_only, tenant, http.scope["state"]["arrival"])
 
 
 class CompletionFormat:

@@ -37,6 +37,7 @@ class Job:
     n: int  # answers per prompt; params.n is 1 where only the prompt is wanted
     prompt_only: bool = False  # echo with max_tokens 0: nothing is generated
     tenant: str = ""
+    arrival: float | None = None  # when the HTTP request came in: its times count from there
     created: int = field(default_factory=lambda: int(time.time()))
     given: int = field(init=False)  # tokens of all prompts
     made: int = 0  # tokens of all answers
@@ -67,7 +68,8 @@ class Job:
                     generators.append(_unrun(prompt))
                 else:
                     name, salted = self.context.engine_id(self.id), replace(prompt, cache_salt=salt)
-                    generators.append(llm.generate(salted, self.params, request_id=name, priority=urgency, tenant=self.tenant))
+                    generators.append(llm.generate(
+                        salted, self.params, request_id=name, priority=urgency, tenant=self.tenant, arrival=self.arrival))
         except BaseException:
             for generator in generators:
                 await generator.aclose()

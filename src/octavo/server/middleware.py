@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import logging
 import re
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -35,7 +36,7 @@ class Guard:
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        scope.setdefault("state", {}).update(request_id=request_id.decode(), arrival=time.monotonic())
         started = False
 
         async def send_named(message: Message) -> None:
