@@ -247,8 +247,9 @@ class AsyncLLM:
         """Answer one prompt: an async iterator over the news (``deltas``), or over everything so far each time.
 
         The request counts from this call on. A Prompt (from ``tokenize``) is queued at once; another is tokenized when the
-        iteration begins. ``arrival``: when it came in (monotonic seconds), if that was earlier. A slow reader gets fewer and larger pieces. Closing, cancelling or dropping it aborts the request.
-        It ends with a finish_reason in each of the n sequences ("error": its stop_reason says what), or with WorkerDied.
+        iteration begins. ``arrival``: when it came in (monotonic seconds), if that was earlier. A slow reader gets fewer and
+        larger pieces. Closing, cancelling or dropping it aborts the request. It ends with a finish_reason in each of the n
+        sequences ("error": its stop_reason says what), or with WorkerDied.
 
         Raises: InvalidRequest, QueueFull (not for a Prompt: ask check_room before tokenizing), WorkerDied; ContextTooLong.
         """
