@@ -75,6 +75,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self.scope["state"]["arrival"] = time.monotonic()  # before the loop has turned to it: a burst's waiting counts
         self._stage, self._head = HEAD, 0
         self._arm(HEAD_SECONDS)
 

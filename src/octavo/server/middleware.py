@@ -36,7 +36,9 @@ class Guard:
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        scope.setdefault("state", {}).update(request_id=request_id.decode(), arrival=time.monotonic())
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
+        state.setdefault("arrival", time.monotonic())  # server/http.py has the moment of its first byte
         started = False
 
         async def send_named(message: Message) -> None:
