@@ -10,7 +10,7 @@ MODEL  ?= smollm2
 PROMPT ?= Why is the sky blue?
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -type f -not -name '*.pyc' -not -name '_native*.so')
 
-.PHONY: demo test matrix lint wheel native sanitize clean
+.PHONY: demo test matrix lint wheel native clean
 
 demo: $(VENV)/.installed
 	$(BIN)/octavo pull $(MODEL)

@@ -45,16 +45,10 @@ class CoreSide:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(CoreSide):
     """A wired engine with its text side, in one process."""
 
-    core: EngineCore
-    scheduler: Scheduler  # the core's, for its counts
-    config: Config  # final
-    spec: ModelSpec
     text: "TextSide"
-    ledger: Ledger
-    isa: str
 
 
 def build(config: Config, report: Report) -> Engine:
@@ -71,7 +65,7 @@ def build(config: Config, report: Report) -> Engine:
         side = build_core(config, checkpoint, spec, report)
     for line in text.notes(spec.vocab):
         report.note(line)
-    return Engine(side.core, side.scheduler, side.config, spec, text, side.ledger, side.isa)
+    return Engine(side.core, side.scheduler, side.config, spec, side.ledger, side.isa, text)
 
 
 def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: Report) -> CoreSide:
