@@ -290,3 +290,22 @@ def test_check_notices_each_kind_of_damage() -> None:
     kv._tables["a"].used = 7
     with pytest.raises(AssertionError, match="shares a block that is not full"):
         kv.check()
+
+
+def test_a_double_that_was_never_computed_takes_no_key_over() -> None:
+    kv = KvManager(4, 4, prefix_caching=True)
+    tokens = list(range(8))
+    keys = [kv.root("", "") or [] for _ in range(2)]
+    kv.admit("a", NO_MATCH, 8, keys=keys[0])
+    kv.grow("a", 8)
+    kv.seal("a", tokens, 8)
+    kv.admit("b", NO_MATCH, 4, keys=keys[1])  # computes the same, knowing of nobody
+    kv.grow("b", 4)
+    assert kv.seal("b", tokens[:4], 4) == []
+    kv.release("a")
+    kv.admit("c", NO_MATCH, 12)  # a's blocks hold something else now
+    assert kv.match(tokens, [*keys[0][:1]]).num_tokens == 0
+    kv.spoil("b", 0)
+    kv.release("b")
+    assert kv.match(tokens, [*keys[0][:1]]).num_tokens == 0 and kv.ledger().cached == 0
+    kv.check()

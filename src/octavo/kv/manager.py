@@ -60,13 +60,19 @@ class Ledger(NamedTuple):
 class _Table:
     """The blocks of one request."""
 
-    __slots__ = ("blocks", "keys", "sealed", "used")
+    __slots__ = ("blocks", "closed", "keys", "sealed", "used")
 
     def __init__(self, blocks: list[int], used: int, sealed: int, keys: list[bytes] | None) -> None:
         self.blocks = blocks
         self.used = used  # leading token slots that are, or are about to be, filled
         self.sealed = sealed  # leading blocks whose keys were put into the index, by this request or another
         self.keys = keys  # the request's memo (kv/prefix.py); None: its blocks are not for others
+        self.closed = False  # no more blocks are sealed
+
+    def close(self, sealed: int) -> None:
+        """No block but the first ``sealed`` is for others, now or later."""
+        self.sealed = min(self.sealed, sealed)
+        self.closed = True
 
 
 class KvManager:
@@ -119,7 +125,7 @@ class KvManager:
         assert request_id not in self._tables, f"{request_id} has a table already"
         shared = len(match.blocks)
         room = num_tokens if room is None else room
-        assert num_tokens <= room and match.num_tokens < num_tokens, (match.num_tokens, num_tokens, room)
+        assert match.num_tokens <= num_tokens <= room, (match.num_tokens, num_tokens, room)
         if self.blocks_for(room) - shared > self.pool.num_available - self.pool.num_idle(match.blocks):
             return None
         self.pool.share(match.blocks)  # first: what is shared cannot be evicted for the others
@@ -163,7 +169,7 @@ class KvManager:
         Of two blocks with the same content the one that was sealed first keeps the key. Returns the new keys.
         """
         table = self._tables[request_id]
-        if (full := num_tokens // self.block_size) <= table.sealed or table.keys is None:
+        if (full := num_tokens // self.block_size) <= table.sealed or table.keys is None or table.closed:
             return []
         index, new = self._index, []
         assert index is not None
@@ -176,7 +182,7 @@ class KvManager:
         return new
 
     def forget(self, keys: Iterable[bytes]) -> set[int]:
-        """Nobody finds these keys any more. Returns their blocks; tables that still hold one are not sealed any further."""
+        """Nobody finds these keys any more. Returns their blocks; of tables that still hold one only what comes before it is for others."""
         blocks = set()
         for key in keys if self._index is not None else ():
             assert self._index is not None
@@ -185,9 +191,14 @@ class KvManager:
                 self.pool.drop(block)
                 blocks.add(block)
         for table in self._tables.values() if blocks else ():
-            if not blocks.isdisjoint(table.blocks):
-                table.keys = None
+            if (first := next((number for number, block in enumerate(table.blocks) if block in blocks), None)) is not None:
+                table.close(first)
         return blocks
+
+    def spoil(self, request_id: str, num_tokens: int) -> None:
+        """Only the first ``num_tokens`` tokens of a request were computed: the blocks after them are nobody's, not even those that are
+        doubles of others', which else would take their keys over."""
+        self._tables[request_id].close(num_tokens // self.block_size)
 
     def reset_cache(self) -> int:
         """Forget everything that is cached; running requests keep what they have. Returns how many blocks became free."""
