@@ -24,11 +24,14 @@ public:
     ~Program();
     // Returns an empty string, or what is wrong with the step's numbers; then nothing ran.
     std::string run(int segment);
-    size_t scratch_bytes() const { return scratch_bytes_; }
+    // Scratch of all threads, and room for partial results; pages count when they are touched.
+    size_t scratch_bytes() const { return scratch_bytes_ + partials_bytes_; }
 
 private:
     std::string check() const;
     void plan_attention();
+    int64_t cost_of(int64_t rows, int64_t last) const;
+    void add_tile(int32_t seq, int32_t row, int64_t rows, int64_t last, int64_t target);
     static void job(void *self, int thread);
     void forward(int thread);
     void sample(int thread);
@@ -39,9 +42,15 @@ private:
     Run run_;
     std::vector<Op> segments_[2];
     int segment_ = 0;
+    int64_t kv_heads_ = 0, head_pad_ = 0;  // of the attention ops
     std::vector<Tile> tiles_;
+    std::vector<Split> splits_;
+    std::vector<int32_t> pieces_done_;  // zeros between two runs
+    char *partials_ = nullptr;  // results of partitions of tiles that are cut over threads
+    char *partials_free_ = nullptr, *partials_end_ = nullptr;
+    int32_t num_tiles_ = 0;
     std::vector<uint8_t> zero_tail_;
-    size_t scratch_bytes_ = 0;
+    size_t scratch_bytes_ = 0, partials_bytes_ = 0;
     char *scratch_ = nullptr;
     std::vector<char *> scratch_of_;
     struct alignas(64) Counter {
