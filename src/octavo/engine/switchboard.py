@@ -18,7 +18,7 @@ from octavo.observe.events import Admitted, Preempted
 
 
 class Listener(Protocol):
-    """Hears what happens to sequences, on the event loop; ``sequence`` is an id in the engine. The first three once each and in this order:"""
+    """Hears what happens to sequences, on the event loop; ``sequence`` is an id in the engine. Once each, in this order, but for the last:"""
 
     def arrived(self, sequences: Iterable[str], num_prompt: int, params: SamplingParams, arrival: float, tenant: str) -> None:
         """A request was accepted; its n sequences."""
