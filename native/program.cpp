@@ -9,12 +9,16 @@
 namespace octavo {
 namespace {
 
+constexpr int64_t PIECES = 8;                // attention tasks per thread at which the work counts as even
+constexpr size_t PARTIALS = size_t(64) << 20;  // most bytes of partial results: 4 million tokens of context at a head size of 64
+constexpr int64_t READING = 4;               // reading K and V of a partition costs about as much as so many rows of arithmetic
+
 size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
     size_t most = 0;
     for (const Op &op : ops) {
         size_t bytes = 0;
         if (op.code == OP_LINEAR) bytes = (size_t)op.n[1] * EXPAND_ROWS * 4;
-        if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6);
+        if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6 + 8);
         if (op.code == OP_SAMPLE) bytes = sample_scratch(vocab);
         most = bytes > most ? bytes : most;
     }
@@ -49,7 +53,17 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
     run_.vocab = (int32_t)b.vocab, run_.num_blocks = (int32_t)b.num_blocks;
     run_.table_stride = (int32_t)b.table_stride, run_.top_stride = (int32_t)b.top_stride;
     run_.kv = (char *)b.kv, run_.block_bytes = (size_t)b.block_bytes;
-    tiles_.resize((size_t)(b.cap_t * b.group / QROWS + b.cap_s + 1));
+    for (const Op &op : segments_[0])
+        if (op.code == OP_ATTENTION) kv_heads_ = op.n[3] > kv_heads_ ? op.n[3] : kv_heads_, head_pad_ = op.n[5] > head_pad_ ? op.n[5] : head_pad_;
+    // Tiles that are cut have more than a PIECES-th of a thread's share each, so they are few, and so are their pieces.
+    const int64_t cuts = kv_heads_ && run_.threads > 1 ? PIECES * run_.threads : 0;
+    tiles_.resize((size_t)(b.cap_t * b.group / QROWS + b.cap_s + 1 + 2 * cuts));
+    splits_.reserve((size_t)cuts);
+    pieces_done_.resize((size_t)(cuts * kv_heads_));
+    if (cuts) {
+        const int64_t most = cuts * (b.table_stride * TOKENS / PARTITION + 1) * partial_floats(head_pad_) * 4;
+        partials_bytes_ = (size_t)pad(most < (int64_t)PARTIALS ? most : (int64_t)PARTIALS, 4096);
+    }
     zero_tail_.resize((size_t)b.cap_t);
     const int64_t tiles = b.cap_r / SAMPLE_ROWS + 1;
     op_ns_.resize(segments_[0].size() + segments_[1].size());
@@ -57,8 +71,9 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
     const size_t a = scratch_of(segments_[0], b.vocab), c = scratch_of(segments_[1], b.vocab);
     const size_t each = (size_t)pad((int64_t)(a > c ? a : c) + 64, 4096);
     scratch_bytes_ = each * (size_t)run_.threads;
-    scratch_ = (char *)std::aligned_alloc(4096, scratch_bytes_);
+    scratch_ = (char *)std::aligned_alloc(4096, scratch_bytes_ + partials_bytes_);
     if (!scratch_) throw std::bad_alloc();
+    partials_ = scratch_ + scratch_bytes_, partials_end_ = partials_ + partials_bytes_;
     for (int t = 0; t < run_.threads; t++) scratch_of_.push_back(scratch_ + each * (size_t)t);
     run_.scratch = scratch_of_.data();
 }
@@ -92,17 +107,56 @@ std::string Program::check_forward() const {
     return "";
 }
 
+// What a tile costs for a KV head, in rows of one partition; `last`: position of its last row.
+int64_t Program::cost_of(int64_t rows, int64_t last) const { return (last / PARTITION + 1) * (rows + READING); }
+
+// One tile as a piece, or, where it is much of the whole work, as several pieces that share its partitions.
+void Program::add_tile(int32_t seq, int32_t row, int64_t rows, int64_t last, int64_t target) {
+    const int64_t partitions = last / PARTITION + 1, cost = cost_of(rows, last);
+    int64_t pieces = cost > target ? (cost + target - 1) / target : 1;
+    pieces = pieces < partitions ? pieces : partitions;
+    const int64_t bytes = kv_heads_ * partitions * partial_floats(head_pad_) * 4;
+    int32_t split = -1;
+    if (pieces > 1 && bytes <= partials_end_ - partials_free_) {
+        split = (int32_t)splits_.size();
+        splits_.push_back({(float *)partials_free_, (int32_t)partitions, pieces_done_.data() + split * kv_heads_});
+        partials_free_ += bytes;
+    } else {
+        pieces = 1;
+    }
+    for (int32_t piece = 0; piece < pieces; piece++) tiles_[(size_t)num_tiles_++] = {seq, row, piece, (int32_t)pieces, split};
+}
+
 // Cuts the attention work into tiles, and marks the tokens behind which a fresh block's V must be cleared.
 void Program::plan_attention() {
     const Step &s = run_.step;
-    run_.num_tiles = 0;
+    num_tiles_ = 0;
+    splits_.clear();
+    partials_free_ = partials_;
     memset(zero_tail_.data(), 0, (size_t)run_.T);
+    // Each tile's rows and the position of the last of them; the target is of all KV heads, so their number cancels.
+    const auto each = [&](auto &&visit) {
+        for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
+            const int32_t first = s.q_start[i];
+            const int64_t total = (s.q_start[i + 1] - first) * bounds_.group;
+            for (int64_t row = 0; row < total; row += QROWS) {
+                const int64_t rows = total - row < QROWS ? total - row : QROWS;
+                visit(i, (int32_t)row, rows, (int64_t)s.positions[first + (row + rows - 1) / bounds_.group]);
+            }
+        }
+    };
+    int64_t target = INT64_MAX;
+    if (run_.threads > 1) {
+        int64_t cost = 0;
+        each([&](int32_t, int32_t, int64_t rows, int64_t last) { cost += cost_of(rows, last); });
+        target = cost * kv_heads_ / (PIECES * run_.threads) + 1;
+    }
+    each([&](int32_t seq, int32_t row, int64_t rows, int64_t last) { add_tile(seq, row, rows, last, target); });
     for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
         const int32_t first = s.q_start[i], end = s.q_start[i + 1];
-        for (int64_t row = 0; row < (end - first) * bounds_.group; row += QROWS) tiles_[(size_t)run_.num_tiles++] = {i, (int32_t)row};
         if (end > first && end - 1 - s.kv_slots[end - 1] % TOKENS >= first) zero_tail_[(size_t)end - 1] = 1;
     }
-    run_.tiles = tiles_.data();
+    run_.tiles = tiles_.data(), run_.num_tiles = num_tiles_, run_.splits = splits_.data();
     run_.zero_tail = zero_tail_.data();
 }
 

@@ -634,3 +634,22 @@ def test_work_in_the_threads_counts_as_waiting_and_is_given_up() -> None:
             assert late.cancelled() and not ran and llm._board.preparing == 0
 
     asyncio.run(run())
+
+
+def test_a_reset_of_the_cache_is_awaited_until_it_is_done() -> None:
+    async def scene(llm: AsyncLLM, engine: Engine) -> None:
+        calls = [asyncio.ensure_future(llm.reset_prefix_cache()) for _ in range(3)]
+        await turn()
+        assert engine.told == [m.ResetCache()] * 3 and not any(call.done() for call in calls)
+        calls[0].cancel()
+        engine.hear(m.Batch(1.0, 2.0, 0, [], [], m.EngineStats(), 2))
+        await turn()
+        assert calls[0].cancelled() and calls[1].result() is True and not calls[2].done()
+        engine.die(WorkerDied("gone"))
+        with pytest.raises(WorkerDied, match="gone"):
+            await calls[2]
+        with pytest.raises(WorkerDied, match="gone"):
+            await llm.reset_prefix_cache()
+        assert len(engine.told) == 3
+
+    play(scene)

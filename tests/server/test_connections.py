@@ -122,7 +122,8 @@ def test_api_keys() -> None:
                     response = await http.get(path, headers=wrong)
                     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
                     assert response.json()["error"]["code"] == "invalid_api_key"
-                assert (await http.post(COMPLETIONS, content=b"{", headers=wrong)).status_code == 401
+                for path in (COMPLETIONS, "/reset_prefix_cache"):
+                    assert (await http.post(path, content=b"{", headers=wrong)).status_code == 401
             for key in ("first", "zweiter-schlüssel"):
                 for path in routes:
                     found = await http.get(path, headers={b"authorization": f"bearer  {key} ".encode()})

@@ -70,6 +70,11 @@ class EngineCore:
         self._publish(events, self._clock())
         return True
 
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; requests lose nothing. Returns how many blocks became free. Raises: WorkerDied after a break."""
+        self._refuse_if_dead()
+        return self._scheduler.kv.reset_cache()
+
     def step(self) -> list[Delta]:
         """Compute one step and return the news of all requests. Empty when nobody can get on now.
 

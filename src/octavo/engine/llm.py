@@ -118,10 +118,11 @@ class LLM:
         counters = self._running().core.counters
         return counters.cache_queries, counters.cache_hits
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Running requests lose nothing."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Running requests lose nothing, so it always succeeds: True. Raises: WorkerDied."""
         with self._driver.lock:
-            self._running().scheduler.kv.reset_cache()
+            self._running().core.reset_prefix_cache()
+        return True
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer. Raises: ConfigError when the model came without one."""

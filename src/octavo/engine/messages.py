@@ -1,6 +1,6 @@
 """What crosses the cut between the caller's process and the engine's: msgspec Structs, as MessagePack.
 
-    caller  ── Add, Abort, Shutdown ──▶  engine
+    caller  ── Add, Abort, ResetCache, Shutdown ──▶  engine
     caller  ◀── Begin, Progress, End, Note, Ready (start-up), then one Batch per step ──  engine
 
 Boot goes first, by another way (the engine's standard input), and LastWords come last (a pipe whose end is also the
@@ -74,6 +74,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End these sequences, if they have not ended."""
 
     ids: list[str]
+
+
+class ResetCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget all cached prefixes. The next Batch counts it."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -152,6 +156,7 @@ class Batch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     deltas: list[Delta]
     events: list[Event]
     stats: EngineStats
+    resets: int = 0  # of the cache, asked for and done since the last batch
 
 
 class LastWords(msgspec.Struct, frozen=True):
@@ -177,7 +182,7 @@ class LastWords(msgspec.Struct, frozen=True):
 
 LONGEST = 8192  # characters of a message: last words must fit a pipe that nobody reads
 
-ToEngine = Add | Abort | Shutdown
+ToEngine = Add | Abort | ResetCache | Shutdown
 FromEngine = Begin | Progress | End | Note | Ready | Batch
 
 encode = msgspec.msgpack.Encoder().encode

@@ -190,10 +190,12 @@ class KvManager:
         return blocks
 
     def reset_cache(self) -> int:
-        """Forget everything that is cached; running requests keep what they have. Returns how many blocks became free."""
+        """Forget everything that is cached; running requests keep what they have, and nobody finds it. Returns how many blocks became free."""
         free = self.pool.num_free
         if self._index is not None:
             self.forget(self._index.all_keys())
+            for table in self._tables.values():
+                table.keys = None
         return self.pool.num_free - free
 
     def release(self, request_id: str) -> int:
