@@ -1,6 +1,6 @@
-"""`octavo bench`: what the engine does here, and how far that is from what the machine could do.
+"""`octavo bench`: measuring, one command per question.
 
-Every benchmark tells its progress on standard error, and ends with one line of JSON: commit, build, machine, settings, every sample.
+Throughput, latency and kernels tell their progress on standard error, and end with one line of JSON: commit, build, machine, settings, samples.
 """
 
 import json
@@ -12,7 +12,7 @@ import typer
 
 from octavo.cli import options as o
 
-app = typer.Typer(no_args_is_help=True, help="Measure: throughput, latency, kernels.")
+app = typer.Typer(no_args_is_help=True, help="Measure this machine, this engine, and what each of its mechanisms is worth.")
 
 BENCH = "Benchmark"
 Repeat = Annotated[int, typer.Option(help="Rounds that count.", min=1, rich_help_panel=BENCH)]
@@ -66,6 +66,32 @@ def kernels(
     from octavo.bench import kernels as bench
 
     _measure(model, settings, lambda rig: bench.run(rig, rows or [1, 8, 32, 64, 512], context, repeat), save)
+
+
+@app.command()
+def experiments(
+    names: Annotated[list[str] | None, typer.Argument(help="Which ones (default: all).", metavar="[NAME]...", show_default=False)] = None,
+    model: Annotated[str, typer.Option(help="A directory, a .gguf file, a Hub id, or a short name.")] = "smollm2",
+    repeats: Annotated[int | None, typer.Option(help="Rounds, each with fresh prompts (default 5; quick: 1).", show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="Folder for a JSON file and a picture each.")] = Path("experiments"),
+    quick: Annotated[bool, typer.Option("--quick", help="Short loads: a look within minutes, no figures to quote.")] = False,
+    pictures: Annotated[bool, typer.Option(help="Draw a PNG each (needs the extra bench).")] = True,
+    num_threads: Annotated[int | None, typer.Option(help="Threads (default: what affinity and the container allow).", show_default=False)] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Say what there is, and end.")] = False,
+) -> None:
+    """Show what each mechanism is worth: the same load with it and without it, in one process, in turns."""
+    from octavo.cli.terminal import Startup, columns
+
+    if listed:
+        from octavo.bench.runner import NAMES, claim
+
+        typer.echo(columns([(name, claim(name)) for name in NAMES]), nl=False)
+        return
+    with Startup() as startup:
+        from octavo.bench import runner
+
+        runner.run(names or [], model, out, repeats=repeats or (1 if quick else 5), quick=quick, pictures=pictures, num_threads=num_threads,
+                   report=startup)
 
 
 def _measure(model: str, settings: dict[str, Any], run: Any, save: Path | None) -> None:

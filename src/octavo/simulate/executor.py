@@ -60,6 +60,10 @@ class VirtualClock:
         """Let time pass."""
         self.now += seconds
 
+    def wait(self, until: float) -> None:
+        """Let time pass until then, if it is still to come."""
+        self.now = max(self.now, until)
+
 
 class _Slot:
     """What a runner remembers of the request in a slot."""

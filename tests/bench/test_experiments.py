@@ -1,0 +1,58 @@
+"""The runner of experiments, on a tiny model: what it writes and says. Figures are no matter here."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.checkpoints import make_tiny
+
+from octavo.bench import picture, runner
+from octavo.bench.outcome import Outcome, Spread, ratio
+from octavo.errors import ConfigError, UnsupportedError
+
+
+class Quiet:
+    """A Report that says nothing."""
+
+    def begin(self, phase: str) -> None: ...
+
+    def progress(self, what: str, done: int, total: int | None) -> None: ...
+
+    def end(self, phase: str, seconds: float) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("lab") / "tiny"))
+
+
+@pytest.mark.parametrize("name", runner.NAMES)
+def test_every_experiment_runs_and_writes_a_whole_result(name: str, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner.run([name], tiny, tmp_path, repeats=1, quick=True, pictures=False, num_threads=2, report=Quiet())
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["finding"] and found["claim"] == runner.claim(name) and found["claim"].endswith(".")
+    assert all(len(row) == len(found["columns"]) for row in found["table"])
+    assert found["config"]["model"]["model"] == "tiny" and found["machine"]["threads"] >= 1 and found["octavo"] and found["data"]
+    assert found["finding"] in capsys.readouterr().out
+
+
+def test_unknown_names_and_repeats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no experiment 'nix'; there are: "):
+        runner.run(["nix"], "nowhere", tmp_path, repeats=1, quick=True, pictures=False, num_threads=None, report=Quiet())
+    with pytest.raises(ConfigError, match="repeats"):
+        runner.run([], "nowhere", tmp_path, repeats=0, quick=True, pictures=False, num_threads=None, report=Quiet())
+
+
+def test_pictures_without_matplotlib_are_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"octavo\[bench\]"):
+        picture.require()
+
+
+def test_spreads_and_ratios() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert ratio([2.0, 9.0], [1.0, 3.0]) == Spread(2.5, 2.0, 3.0)
+    assert Spread(0.5, 0.5, 0.5).text(".0f", " %", 100) == "50 %" and Spread(2, 1, 3).text(".1f", "×") == "2.0× (1.0 … 3.0)"
+    assert [line.split() for line in Outcome("", ["", "a"], [["x", "1"], ["yy", "22"]]).text().splitlines()][2:] == [["x", "1"], ["yy", "22"]]
