@@ -408,16 +408,14 @@ def idle(llm: LLM) -> None:
 
 def test_an_interrupt_takes_back_what_was_asked(llm: LLM) -> None:
     program = llm._engine.core.executor._program
-    forward, calls = program.forward, []
+    run_step, calls = program.run, []
 
     class Interrupting:
-        def forward(self) -> None:
+        def run(self) -> None:
             calls.append(0)
-            forward()
+            run_step()
             if len(calls) == 3:
                 os.kill(os.getpid(), signal.SIGINT)
-
-        sample = program.sample
 
     want = ids(run(llm, PROMPTS, GREEDY))
     llm._engine.core.executor._program = Interrupting()
@@ -465,7 +463,7 @@ def test_a_broken_step_is_worker_died(folder: str) -> None:
     def broken() -> None:
         raise ZeroDivisionError("a kernel")
 
-    llm._engine.core.executor._program.forward = broken
+    llm._engine.core.executor._program.run = broken
     with pytest.raises(WorkerDied, match="ZeroDivisionError: a kernel") as caught:
         run(llm, PROMPTS, GREEDY)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

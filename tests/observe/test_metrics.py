@@ -44,6 +44,7 @@ def test_the_times_of_one_sequence() -> None:
     metrics.arrived(["a"], 7, SamplingParams(n=1), 100.0)
     metrics.batch(step(100.25, 100.5, 7, [], [Admitted("a", 0, 0, False)]), 100.5)  # a first chunk: no token yet
     metrics.batch(step(100.5, 101.0, 3, [Delta("a", [5])]), 101.125)  # told an eighth of a second later
+    metrics.first_tokens(1, 1.125)
     metrics.batch(step(101.0, 101.25, 1, [Delta("a", [6])]), 101.25)
     metrics.batch(step(101.25, 101.75, 1, [Delta("a", [7], finish_reason="length")]), 101.75)
     assert metrics.num_open == 1

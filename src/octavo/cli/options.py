@@ -87,7 +87,10 @@ NEUTRAL_OPTIONS: Table = {
     "enable_log_requests": (bool, "", ("--enable-log-requests/--no-enable-log-requests",)),
 }
 
-OTHERS = ("host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name")  # of single commands
+OTHERS = (  # of single commands
+    "host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name", "workloads", "batch_size", "input_len", "output_len",
+    "rows", "context",
+)
 
 Command = Callable[..., None]
 

@@ -81,6 +81,11 @@ class LLM:
     # -- facts
 
     @property
+    def engine(self) -> "Engine":
+        """The wired engine, for measurements: nothing that it holds may be called while requests run."""
+        return self._running()
+
+    @property
     def config(self) -> Config:
         """The final settings."""
         return self._running().config

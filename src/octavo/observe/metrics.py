@@ -10,8 +10,10 @@ What a number means, where that is a choice:
 - ``prompt_tokens`` rises when a sequence's first token is there, not when it arrives.
 - Latencies and token histograms are of sequences that ended by themselves (stop, length); ``request_success`` counts every end under
   its reason: also abort (the client left) and error.
-- Time to first token and end-to-end time run from the request's arrival to the moment the API process has the tokens in hand; everything else is
-  on the engine's clock (the same monotonic clock): queue until first scheduled, prefill until the first token, decode until the last one.
+- A request arrives when its bytes reach this machine (server/http.py). Time to first token runs from there until the first token has been dealt
+  with by its reader: written to the client's socket, or taken in where the answer is not streamed. End-to-end time runs until the API
+  process has the last token in hand. Everything else is on the engine's clock (the same monotonic clock): queue until first scheduled, prefill
+  until the first token, decode until the last one.
 - Tokens per tenant are counted as the totals are. Clients choose their names, so only ``MOST_TENANTS`` get a label: those that the
   setting tenant_weights names, then the first ones seen; all others are counted together as "(other)", those without a name as "(none)".
 - A delta of several tokens (speculation) is one gap of ``inter_token_latency_seconds``.
@@ -47,7 +49,7 @@ MOST_TENANTS = 64  # labels
 NO_TENANT, OTHER_TENANTS = "(none)", "(other)"
 
 HISTOGRAMS: dict[str, tuple[tuple[float, ...] | None, str]] = {  # None: token counts, up to the context
-    "time_to_first_token_seconds": (TTFT, "Arrival to first token."),
+    "time_to_first_token_seconds": (TTFT, "Arrival to first token, written to the client where the answer is streamed."),
     "inter_token_latency_seconds": (PER_TOKEN, "Between tokens of one sequence."),
     "request_time_per_output_token_seconds": (PER_TOKEN, "Mean time of a sequence's tokens after the first."),
     "e2e_request_latency_seconds": (REQUEST, "Arrival to last token."),
@@ -108,7 +110,7 @@ class Metrics(Collector):
     """All numbers of one engine, and their text for a scraper. Call it from one thread only.
 
     ``arrived`` once per accepted request, ``batch`` with each batch from the engine, ``ended`` once per sequence, in this
-    order. Nothing is kept of a sequence that has ended.
+    order; ``first_tokens`` at any time. Nothing is kept of a sequence that has ended.
     """
 
     def __init__(self, model_name: str, config: "Config", *, engine: int = 0) -> None:
@@ -166,7 +168,7 @@ class Metrics(Collector):
                 times.scheduled = batch.begun
         for delta in batch.deltas:
             if delta.tokens:
-                self._tokens(delta, batch.ended, now)
+                self._tokens(delta, batch.ended)
 
     def ended(self, sequence: str, reason: str, now: float) -> None:
         """A sequence is over, for the reason that its caller was told. Unknown ones are ignored: they were refused or told already."""
@@ -188,6 +190,11 @@ class Metrics(Collector):
         if times.num_tokens > 1:
             put["request_time_per_output_token_seconds"].observe((times.last - times.first) / (times.num_tokens - 1))
 
+    def first_tokens(self, count: int, seconds: float) -> None:
+        """The first tokens of ``count`` sequences have been dealt with, so long after their request's arrival."""
+        for _ in range(count):
+            self.histograms["time_to_first_token_seconds"].observe(seconds)
+
     def _ledger(self, stats: "EngineStats | None") -> Iterator[Metric]:
         """Where the KV blocks are: live, cached and free ones are all of the pool."""
         names, values = list(self._labels), list(self._labels.values())
@@ -207,7 +214,7 @@ class Metrics(Collector):
             gauge.add_metric(values, value)
             yield gauge
 
-    def _tokens(self, delta: "Delta", at: float, now: float) -> None:
+    def _tokens(self, delta: "Delta", at: float) -> None:
         times = self._open.get(delta.request_id)
         if times is None:
             return  # ended for its caller by a stop string or a disconnect: nobody gets these tokens
@@ -219,7 +226,6 @@ class Metrics(Collector):
             self.prompt_tokens += times.num_prompt
             self.prompt_tokens_cached += delta.num_cached
             times.tenant[0] += times.num_prompt
-            self.histograms["time_to_first_token_seconds"].observe(now - times.arrival)
         else:
             self._gap.observe(at - times.last)
         times.last = at

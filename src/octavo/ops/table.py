@@ -140,6 +140,9 @@ class Program(Protocol):
     def sample(self) -> None:
         """Head and sampler: fills the out_* and top_* arrays for R rows."""
 
+    def run(self) -> None:
+        """forward and sample in one call: for steps in which the host has nothing to do between them."""
+
 
 class KvStore(Protocol):
     """The memory behind the blocks; the provider chose its layout."""

@@ -31,6 +31,13 @@ class Runner:
         self._program: Program | None = bind(self.batch, self.slots)
 
     @property
+    def program(self) -> Program:
+        """What runs, for measuring. Raises: RuntimeError after shutdown."""
+        if self._program is None:
+            raise RuntimeError("the runner was shut down")
+        return self._program
+
+    @property
     def program_bytes(self) -> int | None:
         """What the program's buffers take; None where the backend does not count them."""
         return getattr(self._program, "activation_bytes", None)
@@ -40,8 +47,7 @@ class Runner:
 
         Raises: ValueError when the plan contradicts the slots; RuntimeError after shutdown.
         """
-        if self._program is None:
-            raise RuntimeError("the runner was shut down")
+        program = self.program
         began = time.perf_counter()
         slots = self.slots
         for slot in plan.freed:
@@ -55,9 +61,7 @@ class Runner:
         results: list[SlotResult] = []
         if plan.items:
             rows = self.batch.fill(plan.items, slots)
-            self._program.forward()
-            if rows.num:
-                self._program.sample()
+            program.run()
             results = self._collect(plan.items, rows)
         return StepResult(plan.number, results, time.perf_counter() - began, swap_seconds, failed, why)
 
