@@ -125,7 +125,8 @@ def test_the_swap_tier() -> None:
     ({"swap_space": -1}, "swap_space", "a number of GiB"), ({"swap_space": float("nan")}, "swap_space", "nan"),
     ({"kv_swap_bytes": 5, "swap_space": 2}, "kv_swap_bytes", r"\(5\) and swap_space \(2 GiB\)"),
     ({"kv_swap_path": "/x"}, "kv_swap_path", "kv_swap_bytes is 0"), ({"kv_swap_path": "", "kv_swap_bytes": 5}, "kv_swap_path", "not ''"),
-    ({"preemption_mode": "swap"}, "preemption_mode", "kv_swap_bytes is 0"), ({"preemption_mode": "both"}, "preemption_mode", "auto or swap or recompute"),
+    ({"preemption_mode": "swap"}, "preemption_mode", "kv_swap_bytes is 0"),
+    ({"preemption_mode": "both"}, "preemption_mode", "auto or swap or recompute"),
 ])
 def test_impossible_swap_tiers(settings: dict[str, Any], name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:

@@ -1,7 +1,8 @@
 """Row purity: bitwise the same tokens and log-probabilities, however the work is cut.
 
 Axes: alone or all at once × chunk budget × pool (roomy, or so small that requests are preempted) × threads × instruction
-set × prefix cache (off, cold, warm, partial) × what preempted requests have computed (computed again, or swapped to memory or a file). `make test` runs sets in which every pair of values of two axes occurs; `make matrix` runs everything.
+set × prefix cache (off, cold, warm, partial) × what becomes of a preempted request's blocks (computed again, or swapped to memory or a file).
+`make test` runs sets in which every pair of values of two axes occurs; `make matrix` runs everything.
 """
 
 import itertools
@@ -119,7 +120,8 @@ def test_smollm2_some(smollm2: str, tmp_path: Path) -> None:
         {"isa": isas[-1], "alone": True, "budget": 16, "tight": False, "threads": 1, "blocks": 256, "swap": "recompute", "cache": "warm"},
         {"isa": isas[-1], "alone": False, "budget": 64, "tight": True, "threads": 3, "blocks": 7, "swap": "file", "cache": "cold"},
         {"isa": isas[-1], "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256, "swap": "recompute", "cache": "partial"},
-        *({"isa": isa, "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256, "swap": "recompute", "cache": "warm"} for isa in isas[:-1]),
+        *({"isa": isa, "alone": False, "budget": 64, "tight": False, "threads": 2,
+           "blocks": 256, "swap": "recompute", "cache": "warm"} for isa in isas[:-1]),
     ]
     check(smollm2, cells, tmp_path, dtype="bfloat16", **REAL)
 

@@ -3,9 +3,10 @@
     OCTAVO_ISA=… python worker.py JOB.json OUT.json
 
 JOB: {"model", "count", "max_prompt", "max_tokens", "dtype", "cells": [{"alone", "budget", "blocks", "threads", "cache", "swap"}, …]}.
-OUT: {"isa", "cells": [{"answers", "preemptions", "swapped", "hits"}, …]}.
+OUT: {"isa", "cells": [{"answers", "preemptions", "swapped": blocks out and in, "hits"}, …]}.
 
-cache: off; cold; warm (everything was asked before); partial (the first half of each prompt, and of those with few tokens none, was).swap: recompute; memory; file: what is forced upon preempted requests. swapped: blocks out, and in.
+cache: off; cold; warm (everything was asked before); partial (the first half of each prompt, and of those with few tokens none, was).
+swap: recompute; memory; file: what is forced upon preempted requests.
 """
 
 import json
@@ -41,8 +42,8 @@ def main() -> None:
                 workload.answers(llm, [(prompt[: len(prompt) // 2 + 1], {"max_tokens": 1}) for prompt, _ in wanted], False)
             _, before = llm.prefix_cache_stats
             answers = workload.answers(llm, wanted, cell["alone"])
-            lost = llm.preemption_stats
-            out.append({"answers": answers, "preemptions": lost.preemptions, "swapped": [lost.blocks_out, lost.blocks_in], "hits": llm.prefix_cache_stats[1] - before})
+            lost, hits = llm.preemption_stats, llm.prefix_cache_stats[1] - before
+            out.append({"answers": answers, "preemptions": lost.preemptions, "swapped": [lost.blocks_out, lost.blocks_in], "hits": hits})
             chosen = llm.instruction_set
     Path(sys.argv[2]).write_text(json.dumps({"isa": chosen, "cells": out}))
 

@@ -42,7 +42,9 @@ recomputed 33 tokens, swapped 5 blocks out and 4 in"
     clock.now = 60
     assert traffic.tell() is None
     metrics.arrived(["d"], 30, SamplingParams(), 60.0)
-    stats = EngineStats(running=1, kv_total=40, kv_free=20, kv_cached=18, preemptions=2, cache_queries=30, cache_hits=16, tokens_recomputed=33, blocks_out=5, blocks_in=4)
+    stats = EngineStats(
+        running=1, kv_total=40, kv_free=20, kv_cached=18, preemptions=2, cache_queries=30, cache_hits=16, tokens_recomputed=33, blocks_out=5, blocks_in=4,
+    )
     metrics.batch(step(62, 63, 14, [Delta("d", [1])], stats=stats), 63)
     clock.now = 70
     assert traffic.tell() == "3.0 tokens/s in, 0.1 tokens/s out, running 1, waiting 0, KV use 5.0 %, prefix cache hits 53.3 %"

@@ -47,7 +47,8 @@ def test_nothing_is_left_in_the_folder_and_nobody_else_may_read(tmp_path: Path) 
 def test_paths_that_cannot_be(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("precious")
-    for path, words in ((mine, "no file is overwritten"), (tmp_path / "no" / "such", "No such file"), (mine / "below", "Not a directory"), ("a\0b", "null")):
+    bad = ((mine, "no file is overwritten"), (tmp_path / "no" / "such", "No such file"), (mine / "below", "Not a directory"), ("a\0b", "null"))
+    for path, words in bad:
         with pytest.raises(ConfigError, match=words) as caught:
             FileTier(str(path), 1, BLOCK)
         assert caught.value.param == "kv_swap_path"

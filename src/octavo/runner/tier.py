@@ -73,7 +73,8 @@ class FileTier:
             folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
             free = size(shutil.disk_usage(folder).free)
             raise ConfigError(
-                f"a swap file of {num_slots} blocks ({size(total)}) cannot be made at {path!r}, where {free} are free: {error.strerror}", "kv_swap_path",
+                f"a swap file of {num_slots} blocks ({size(total)}) cannot be made at {path!r}, where {free} are free: {error.strerror}",
+                "kv_swap_path",
             ) from error
 
     def write(self, slot: int, data: memoryview) -> None:
