@@ -46,7 +46,7 @@ class LLM:
         num_threads: int | None = None, seed: int = 0, tokenizer: str | None = None, revision: str | None = None,
         scheduling_policy: str = "fcfs", tenant_weights: Mapping[str, float] | str | None = None, admission: str = "optimistic",
         target_itl_ms: float | None = None, max_logprobs: int = 20, generation_config: str = "auto", chat_template: str | None = None,
-        backend: str = "native", report: Report | None = None, **others: Any,
+        backend: str = "native", enable_weight_cache: bool | None = None, report: Report | None = None, **others: Any,
     ) -> None:
         from octavo.engine import factory  # numpy and all the rest: only now
 
@@ -57,7 +57,7 @@ class LLM:
             num_threads=num_threads, seed=seed, tokenizer=tokenizer, revision=revision, scheduling_policy=scheduling_policy,
             tenant_weights=tenant_weights, admission=admission, target_itl_ms=target_itl_ms,
             max_logprobs=max_logprobs, generation_config=generation_config, chat_template=chat_template, backend=backend,
-            **others,
+            enable_weight_cache=enable_weight_cache, **others,
         )
         if report is None:
             show_log()
