@@ -17,6 +17,7 @@ class ModelConfig:
     max_model_len: int | None = None  # tokens; None: what the model was made for
     generation_config: bool = True  # take the model's sampling defaults
     chat_template: str | None = None
+    enable_weight_cache: bool = True  # packed weights are kept on disk and mapped at the next start
 
 
 @dataclass(frozen=True, slots=True)

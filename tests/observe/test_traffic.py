@@ -43,7 +43,8 @@ recomputed 33 tokens, swapped 5 blocks out and 4 in"
     assert traffic.tell() is None
     metrics.arrived(["d"], 30, SamplingParams(), 60.0)
     stats = EngineStats(
-        running=1, kv_total=40, kv_free=20, kv_cached=18, preemptions=2, cache_queries=30, cache_hits=16, tokens_recomputed=33, blocks_out=5, blocks_in=4,
+        running=1, kv_total=40, kv_free=20, kv_cached=18, preemptions=2, cache_queries=30, cache_hits=16, tokens_recomputed=33,
+        blocks_out=5, blocks_in=4,
     )
     metrics.batch(step(62, 63, 14, [Delta("d", [1])], stats=stats), 63)
     clock.now = 70

@@ -51,6 +51,7 @@ ENGINE_OPTIONS: Table = {
     "kv_cache_dtype": (str, "auto: the compute dtype.", ()),
     "quantization": (str, "Not served yet; GGUF types are dequantized at load.", ()),
     "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),  # its name would cut all others at 80 columns
+    "enable_weight_cache": (bool, "", ("--enable-weight-cache/--no-enable-weight-cache",)),
 }
 
 SAMPLING_OPTIONS: Table = {

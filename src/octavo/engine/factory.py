@@ -7,6 +7,7 @@ process of its own. Start-up is told to a Report as it happens; nothing is print
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from octavo.runner.tier import FileTier, MemoryTier, TierMemory
 from octavo.scheduler.scheduler import Scheduler
 from octavo.weights import hub
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.identity import checkpoint_hash
+from octavo.weights.packed import LEAST, PackedStore
 
 if TYPE_CHECKING:
     from octavo.engine.textside import TextSide
@@ -78,7 +81,10 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     context_asked(config, spec)  # an impossible setting is told before the weights are read
     with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
         provider = make_provider(config, dtype)
-        model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"))
+        store = _weight_store(config, checkpoint, provider)
+        model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"), store=store)
+    if store is not None and store.hit:
+        report.note("packed weights mapped, as an earlier start made them (--no-enable-weight-cache makes them anew)")
     with phase(report, "preparing the KV pool and the program"):
         kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, config.kv.block_size)
         available = available_memory()
@@ -227,6 +233,18 @@ def make_provider(config: Config, dtype: str) -> Any:
     except ImportError as error:
         raise UnsupportedError(f"the native library is not built ({error}): pip install . builds it", "backend") from error
     return NativeProvider(dtype, num_threads=config.runner.num_threads)
+
+
+def _weight_store(config: Config, checkpoint: Checkpoint, provider: Any) -> PackedStore | None:
+    """Where packed weights are kept; None where that is switched off, the provider packs nothing, or the model is too small to bother."""
+    if not config.model.enable_weight_cache or not hasattr(provider, "packing"):
+        return None
+    if sum(checkpoint.nbytes(name) for name in checkpoint.names()) < LEAST:
+        return None
+    cache = hub.cache_dir()
+    with suppress(OSError):  # then nothing is remembered, and saving tells why
+        cache.mkdir(parents=True, exist_ok=True)
+    return PackedStore(cache / "packed", checkpoint_hash(checkpoint.files, cache), provider.packing, LOGGER.warning)
 
 
 def activation_bytes(spec: ModelSpec, config: Config) -> int:

@@ -48,7 +48,8 @@ class LLM:
         scheduling_policy: str = "fcfs", tenant_weights: Mapping[str, float] | str | None = None, admission: str = "optimistic",
         target_itl_ms: float | None = None, kv_swap_bytes: int | None = None, kv_swap_path: str | os.PathLike[str] | None = None,
         swap_space: float | None = None, preemption_mode: str = "auto", max_logprobs: int = 20, generation_config: str = "auto",
-        chat_template: str | None = None, backend: str = "native", report: Report | None = None, **others: Any,
+        chat_template: str | None = None, backend: str = "native", enable_weight_cache: bool | None = None, report: Report | None = None,
+        **others: Any,
     ) -> None:
         from octavo.engine import factory  # numpy and all the rest: only now
 
@@ -60,7 +61,7 @@ class LLM:
             tenant_weights=tenant_weights, admission=admission, target_itl_ms=target_itl_ms, kv_swap_bytes=kv_swap_bytes,
             kv_swap_path=kv_swap_path, swap_space=swap_space, preemption_mode=preemption_mode,
             max_logprobs=max_logprobs, generation_config=generation_config, chat_template=chat_template, backend=backend,
-            **others,
+            enable_weight_cache=enable_weight_cache, **others,
         )
         if report is None:
             show_log()

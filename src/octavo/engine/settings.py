@@ -31,7 +31,8 @@ def make_config(
     enable_prefix_caching: Any = None, kv_cache_dtype: Any = "auto", num_threads: Any = None, seed: Any = 0, tokenizer: Any = None,
     revision: Any = None, scheduling_policy: Any = "fcfs", tenant_weights: Any = None, admission: Any = "optimistic", target_itl_ms: Any = None,
     kv_swap_bytes: Any = None, kv_swap_path: Any = None, swap_space: Any = None, preemption_mode: Any = "auto",
-    max_logprobs: Any = 20, generation_config: Any = "auto", chat_template: Any = None, backend: Any = "native", **others: Any,
+    max_logprobs: Any = 20, generation_config: Any = "auto", chat_template: Any = None, backend: Any = "native", enable_weight_cache: Any = None,
+    **others: Any,
 ) -> Config:
     """Check every setting by itself and sort it into its section; names are vLLM's. ``others``: see engine/compat.py.
 
@@ -48,8 +49,9 @@ def make_config(
             f"quantization={shown(quantization)} is not served yet: leave it None (GGUF files are dequantized to the compute dtype at load)",
             "quantization",
         )
-    if enable_prefix_caching is not None and not isinstance(enable_prefix_caching, bool):
-        raise ConfigError(f"enable_prefix_caching must be true, false or None, not {shown(enable_prefix_caching)}", "enable_prefix_caching")
+    for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enable_weight_cache", enable_weight_cache)):
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true, false or None, not {shown(value)}", name)
     if _whole(block_size, "block_size", 1) != BLOCK_SIZE:
         raise UnsupportedError(f"block_size must be {BLOCK_SIZE}, the width of a kernel tile, not {shown(block_size)}", "block_size")
     if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
@@ -84,6 +86,7 @@ def make_config(
     section = ModelConfig(
         model=model, revision=revision, tokenizer=tokenizer, dtype=_dtype(dtype, "dtype"), max_model_len=context_length(max_model_len),
         generation_config=_choice(generation_config, "generation_config", ("auto", "vllm")) == "auto", chat_template=chat_template,
+        enable_weight_cache=enable_weight_cache is not False,
     )
     return Config(model=section, kv=kv, scheduler=scheduler, runner=runner)
 

@@ -5,7 +5,7 @@ plans (that is SimExecutor's), only lengths and times. The benches drive the sam
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.config import SchedulerConfig
@@ -49,6 +49,7 @@ class Record:
     logprobs: list[LogprobRow] = field(default_factory=list)  # where asked for
     finish_reason: str | None = None
     preemptions: int = 0
+    cached: int = 0  # prompt tokens found in the prefix cache at the first admission
 
     @property
     def ttft(self) -> float:
@@ -130,28 +131,29 @@ def simulate(
     executor = LengthsExecutor({_name(place): job.output for place, job in enumerate(jobs)}, clock, cost, block_seconds)
     scheduler = Scheduler(config, kv, tier=tier, block_seconds=block_seconds)
     core = EngineCore(scheduler, executor, clock)
-    records = drive(core, jobs, _request, clock, clock.wait, observe=None if observe is None else lambda now: observe(scheduler, now))
+    records = drive(core, jobs, _request, clock, clock.wait, observe=None if observe is None else lambda now, _: observe(scheduler, now))
     return Outcome(records, core.counters, clock.now)
 
 
 def drive(
     core: EngineCore, jobs: Sequence[Job], make: Callable[[str, Job], Request], clock: Callable[[], float], wait: Callable[[float], None], *,
-    observe: Callable[[float], None] | None = None,
+    observe: Callable[[float, Mapping[str, Record]], None] | None = None,
 ) -> list[Record]:
     """Serve a load from its first arrival to its last end. Returns the records in the order of the jobs.
 
     ``make`` gives a job's request under an id, ``clock`` the time of the core's clock in seconds, ``wait`` passes it until a time.
-    ``observe`` is told the time after each step; it may abort requests.
+    ``observe`` is told the time after each step, and the records by request id; it may abort requests.
 
     Raises: WorkerDied, AssertionError when the engine stops getting on.
     """
     records = {_name(place): Record(job) for place, job in enumerate(jobs)}
 
     def hear(event: Event, now: float) -> None:
-        if isinstance(event, Admitted) and records[event.request_id].admitted is None:
-            records[event.request_id].admitted = now
-        elif isinstance(event, Preempted):
-            records[event.request_id].preemptions += 1
+        record = records.get(event.request_id)
+        if isinstance(event, Admitted) and record is not None and record.admitted is None:
+            record.admitted, record.cached = now, event.cached_tokens
+        elif isinstance(event, Preempted) and record is not None:
+            record.preemptions += 1
 
     coming = deque(sorted(records, key=lambda name: records[name].job.arrival))  # those of one moment in the order given
     core.observers.append(hear)
@@ -175,7 +177,7 @@ def drive(
                 record.finish_reason = delta.finish_reason
             assert deltas or core.counters.steps > steps, f"at {now} s nothing could be planned"
             if observe is not None:
-                observe(now)
+                observe(now, records)
     finally:
         core.observers.remove(hear)
     return list(records.values())
