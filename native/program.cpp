@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -8,17 +9,23 @@
 namespace octavo {
 namespace {
 
+constexpr int64_t PIECES = 8;                // attention tasks per thread at which the work counts as even
+constexpr size_t PARTIALS = size_t(64) << 20;  // most bytes of partial results: 4 million tokens of context at a head size of 64
+constexpr int64_t READING = 4;               // reading K and V of a partition costs about as much as so many rows of arithmetic
+
 size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
     size_t most = 0;
     for (const Op &op : ops) {
         size_t bytes = 0;
         if (op.code == OP_LINEAR) bytes = (size_t)op.n[1] * EXPAND_ROWS * 4;
-        if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6);
+        if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6 + 8);
         if (op.code == OP_SAMPLE) bytes = sample_scratch(vocab);
         most = bytes > most ? bytes : most;
     }
     return most;
 }
+
+int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::string at(const char *what, int64_t index, int64_t value, int64_t limit) {
     return std::string(what) + "[" + std::to_string(index) + "] is " + std::to_string(value) + ", outside 0 … " + std::to_string(limit - 1);
@@ -46,15 +53,27 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
     run_.vocab = (int32_t)b.vocab, run_.num_blocks = (int32_t)b.num_blocks;
     run_.table_stride = (int32_t)b.table_stride, run_.top_stride = (int32_t)b.top_stride;
     run_.kv = (char *)b.kv, run_.block_bytes = (size_t)b.block_bytes;
-    tiles_.resize((size_t)(b.cap_t * b.group / QROWS + b.cap_s + 1));
+    for (const Op &op : segments_[0])
+        if (op.code == OP_ATTENTION) kv_heads_ = op.n[3] > kv_heads_ ? op.n[3] : kv_heads_, head_pad_ = op.n[5] > head_pad_ ? op.n[5] : head_pad_;
+    // Tiles that are cut have more than a PIECES-th of a thread's share each, so they are few, and so are their pieces.
+    const int64_t cuts = kv_heads_ && run_.threads > 1 ? PIECES * run_.threads : 0;
+    tiles_.resize((size_t)(b.cap_t * b.group / QROWS + b.cap_s + 1 + 2 * cuts));
+    splits_.reserve((size_t)cuts);
+    pieces_done_.resize((size_t)(cuts * kv_heads_));
+    if (cuts) {
+        const int64_t most = cuts * (b.table_stride * TOKENS / PARTITION + 1) * partial_floats(head_pad_) * 4;
+        partials_bytes_ = (size_t)pad(most < (int64_t)PARTIALS ? most : (int64_t)PARTIALS, 4096);
+    }
     zero_tail_.resize((size_t)b.cap_t);
     const int64_t tiles = b.cap_r / SAMPLE_ROWS + 1;
+    op_ns_.resize(segments_[0].size() + segments_[1].size());
     counters_.resize(segments_[0].size() + segments_[1].size() * (size_t)tiles);
     const size_t a = scratch_of(segments_[0], b.vocab), c = scratch_of(segments_[1], b.vocab);
     const size_t each = (size_t)pad((int64_t)(a > c ? a : c) + 64, 4096);
     scratch_bytes_ = each * (size_t)run_.threads;
-    scratch_ = (char *)std::aligned_alloc(4096, scratch_bytes_);
+    scratch_ = (char *)std::aligned_alloc(4096, scratch_bytes_ + partials_bytes_);
     if (!scratch_) throw std::bad_alloc();
+    partials_ = scratch_ + scratch_bytes_, partials_end_ = partials_ + partials_bytes_;
     for (int t = 0; t < run_.threads; t++) scratch_of_.push_back(scratch_ + each * (size_t)t);
     run_.scratch = scratch_of_.data();
 }
@@ -63,7 +82,7 @@ Program::~Program() { std::free(scratch_); }
 
 // What would make a kernel read or write outside its buffers. The runner guarantees all of it; this keeps a mistake
 // there from becoming a corrupted heap.
-std::string Program::check() const {
+std::string Program::check_forward() const {
     const Step &s = run_.step;
     const Bounds &b = bounds_;
     const int64_t T = run_.T, S = run_.S, R = run_.R;
@@ -71,12 +90,6 @@ std::string Program::check() const {
         return "header [T, S, R] is [" + std::to_string(T) + ", " + std::to_string(S) + ", " + std::to_string(R) + "], capacities are [" +
                std::to_string(b.cap_t) + ", " + std::to_string(b.cap_s) + ", " + std::to_string(b.cap_r) + "]";
     std::string wrong;
-    if (segment_ == 1) {
-        if (!(wrong = span("row_slot", s.row_slot, R, b.cap_s)).empty()) return wrong;
-        for (int64_t i = 0; i < R; i++)
-            if (s.row_target[i] >= b.vocab) return at("row_target", i, s.row_target[i], b.vocab);
-        return "";
-    }
     if (b.vocab && !(wrong = span("tokens", s.tokens, T, b.vocab)).empty()) return wrong;
     if (!(wrong = span("rows", s.rows, R, T)).empty()) return wrong;
     if (!b.group) return "";
@@ -94,36 +107,105 @@ std::string Program::check() const {
     return "";
 }
 
+// What a tile costs for a KV head, in rows of one partition; `last`: position of its last row.
+int64_t Program::cost_of(int64_t rows, int64_t last) const { return (last / PARTITION + 1) * (rows + READING); }
+
+// One tile as a piece, or, where it is much of the whole work, as several pieces that share its partitions.
+void Program::add_tile(int32_t seq, int32_t row, int64_t rows, int64_t last, int64_t target) {
+    const int64_t partitions = last / PARTITION + 1, cost = cost_of(rows, last);
+    int64_t pieces = cost > target ? (cost + target - 1) / target : 1;
+    pieces = pieces < partitions ? pieces : partitions;
+    const int64_t bytes = kv_heads_ * partitions * partial_floats(head_pad_) * 4;
+    int32_t split = -1;
+    if (pieces > 1 && bytes <= partials_end_ - partials_free_) {
+        split = (int32_t)splits_.size();
+        splits_.push_back({(float *)partials_free_, (int32_t)partitions, pieces_done_.data() + split * kv_heads_});
+        partials_free_ += bytes;
+    } else {
+        pieces = 1;
+    }
+    for (int32_t piece = 0; piece < pieces; piece++) tiles_[(size_t)num_tiles_++] = {seq, row, piece, (int32_t)pieces, split};
+}
+
 // Cuts the attention work into tiles, and marks the tokens behind which a fresh block's V must be cleared.
 void Program::plan_attention() {
     const Step &s = run_.step;
-    run_.num_tiles = 0;
+    num_tiles_ = 0;
+    splits_.clear();
+    partials_free_ = partials_;
     memset(zero_tail_.data(), 0, (size_t)run_.T);
+    // Each tile's rows and the position of the last of them; the target is of all KV heads, so their number cancels.
+    const auto each = [&](auto &&visit) {
+        for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
+            const int32_t first = s.q_start[i];
+            const int64_t total = (s.q_start[i + 1] - first) * bounds_.group;
+            for (int64_t row = 0; row < total; row += QROWS) {
+                const int64_t rows = total - row < QROWS ? total - row : QROWS;
+                visit(i, (int32_t)row, rows, (int64_t)s.positions[first + (row + rows - 1) / bounds_.group]);
+            }
+        }
+    };
+    int64_t target = INT64_MAX;
+    if (run_.threads > 1) {
+        int64_t cost = 0;
+        each([&](int32_t, int32_t, int64_t rows, int64_t last) { cost += cost_of(rows, last); });
+        target = cost * kv_heads_ / (PIECES * run_.threads) + 1;
+    }
+    each([&](int32_t seq, int32_t row, int64_t rows, int64_t last) { add_tile(seq, row, rows, last, target); });
     for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
         const int32_t first = s.q_start[i], end = s.q_start[i + 1];
-        for (int64_t row = 0; row < (end - first) * bounds_.group; row += QROWS) tiles_[(size_t)run_.num_tiles++] = {i, (int32_t)row};
         if (end > first && end - 1 - s.kv_slots[end - 1] % TOKENS >= first) zero_tail_[(size_t)end - 1] = 1;
     }
-    run_.tiles = tiles_.data();
+    run_.tiles = tiles_.data(), run_.num_tiles = num_tiles_, run_.splits = splits_.data();
     run_.zero_tail = zero_tail_.data();
 }
 
-std::string Program::run(int segment) {
+std::string Program::check_sample() const {
+    const Step &s = run_.step;
+    std::string wrong;
+    if (run_.R < 0 || run_.R > bounds_.cap_r) return at("header", 2, run_.R, bounds_.cap_r + 1);
+    if (!(wrong = span("row_slot", s.row_slot, run_.R, bounds_.cap_s)).empty()) return wrong;
+    for (int64_t i = 0; i < run_.R; i++)
+        if (s.row_target[i] >= bounds_.vocab) return at("row_target", i, s.row_target[i], bounds_.vocab);
+    return "";
+}
+
+std::string Program::run(int segments) {
+    const int64_t began = now_ns();
     const int32_t *header = run_.step.header;
     run_.T = header[0], run_.S = header[1], run_.R = header[2];
-    segment_ = segment;
-    std::string wrong = check();
-    if (!wrong.empty()) return wrong;
-    if (segment == 0) plan_attention();
+    running_ = segments;
+    std::string wrong;
+    if ((segments & FORWARD) && !(wrong = check_forward()).empty()) return wrong;
+    if ((segments & SAMPLE) && !(wrong = check_sample()).empty()) return wrong;
+    if (segments & FORWARD) plan_attention();
     memset(counters_.data(), 0, counters_.size() * sizeof(Counter));
+    marked_ns_ = began;
     pool_->run(job, this);
+    busy_ns_ += now_ns() - began;
     return "";
+}
+
+std::vector<int64_t> Program::profile(bool on) {
+    std::vector<int64_t> found(segments_[0].size() + segments_[1].size());
+    found.swap(op_ns_);
+    profiling_ = on;
+    return found;
+}
+
+// After the barrier behind an op: what has passed since the last one is its time, waiting included.
+void Program::mark(int thread, size_t op) {
+    if (!profiling_ || thread != 0) return;
+    const int64_t now = now_ns();
+    op_ns_[op] += now - marked_ns_;
+    marked_ns_ = now;
 }
 
 void Program::job(void *self, int thread) {
     Program *p = (Program *)self;
     p->run_.k->enter();
-    p->segment_ == 0 ? p->forward(thread) : p->sample(thread);
+    if (p->running_ & FORWARD) p->forward(thread);
+    if (p->running_ & SAMPLE) p->sample(thread);
     p->run_.k->leave();
 }
 
@@ -137,21 +219,23 @@ void Program::forward(int thread) {
         if (op.code == OP_NORM && (op.flags & FLAG_FUSED) && n <= FUSED_ROWS) continue;
         run_.k->op[op.code](op, run_, {thread, 0, n, &counters_[i].value});
         barrier.wait();
+        mark(thread, i);
     }
 }
 
 // Head and sampler, a tile of rows at a time: the logits of one tile are all that is ever held.
 void Program::sample(int thread) {
     Barrier &barrier = pool_->barrier();
-    size_t counter = 0;
+    size_t counter = segments_[0].size();
     for (int32_t row0 = 0; row0 < run_.R; row0 += SAMPLE_ROWS) {
         const int32_t n = run_.R - row0 < SAMPLE_ROWS ? run_.R - row0 : SAMPLE_ROWS;
-        for (const Op &recorded : segments_[1]) {
-            Op op = recorded;
+        for (size_t i = 0; i < segments_[1].size(); i++) {
+            Op op = segments_[1][i];
             if (op.code == OP_LINEAR) op.p[0] += (uint64_t)row0 * (uint64_t)op.n[1] * (op.flags & FLAG_F32 ? 4 : 2);
             // The logits' buffer holds one tile, so the head's rows count from its start; the sampler's are the step's.
             run_.k->op[op.code](op, run_, {thread, op.code == OP_LINEAR ? 0 : row0, n, &counters_[counter++].value});
             barrier.wait();
+            mark(thread, segments_[0].size() + i);
         }
     }
 }

@@ -51,8 +51,16 @@ struct Slots {
     int32_t *num_seen;
 };
 
-struct Tile {  // attention work: QROWS packed query rows of a sequence, from row `row`
-    int32_t seq, row;
+struct Tile {  // attention work: up to QROWS packed query rows of a sequence, from row `row`; all of it, or one piece of its partitions
+    int32_t seq, row, piece, pieces;
+    int32_t split;  // which of Run::splits; -1: one piece
+};
+// A tile cut over threads. Its partitions' results lie at `at` + (KV head · partitions + partition) · row_floats, and
+// whoever finishes the last piece of a KV head combines them.
+struct Split {
+    float *at;
+    int32_t partitions;
+    int32_t *done;  // [KV heads] pieces that are finished; 0 again behind the op
 };
 
 struct Kernels;
@@ -68,6 +76,7 @@ struct Run {
     size_t block_bytes;
     const Tile *tiles;
     int32_t num_tiles;
+    const Split *splits;
     const uint8_t *zero_tail;  // [T] this token is the last one of a block that the step began: clear V behind it
     char **scratch;            // [threads]
 };
@@ -102,6 +111,9 @@ struct Kernels {
     void (*weights)(uint32_t *q, const float *x, int64_t n, float max, float temperature, float min_p);
     uint64_t (*sum)(const uint32_t *q, int64_t n);
     void (*exp_test)(float *dst, const float *x, int64_t n);           // the polynomial itself, for tests
+    int64_t (*probe_products)(int64_t rounds, float *sink);            // ceilings to measure against: kernels/probe.h
+    uint64_t (*probe_read)(const char *data, int64_t bytes);
+    uint64_t (*checksum)(const char *data, int64_t bytes);             // kernels/checksum.h
 };
 
 // arch/*.cpp; null where this build or this CPU has none.
@@ -112,6 +124,9 @@ const Kernels *kernels_amx();
 
 void op_sample(const Op &, const Run &, const Part &);  // sampler.cpp
 size_t sample_scratch(int64_t vocab);
+
+// Floats of one partition's result: the output of its rows, their largest scores, their masses.
+constexpr int64_t partial_floats(int64_t dp) { return QROWS * (dp + 2); }
 
 inline int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

@@ -1,6 +1,9 @@
 // Causal attention over the block tables. A task is QROWS packed query rows (tokens × the heads of one KV head) of one
 // sequence; softmax goes by fixed partitions of 256 absolute tokens, combined from left to right.
 //
+// A tile that is much of the step's work is cut into pieces, ranges of whole partitions, for several threads. Their
+// results are kept apart, and whoever finishes the last piece combines all of them, from left to right as ever.
+//
 // Row purity: a row's value depends on its own query, its range of tokens and the cache only. Blocks and partitions
 // outside a row's range, which it walks through because of its neighbours in the tile, have probability 0 and add +0,
 // or are skipped for this row.
@@ -15,12 +18,18 @@ struct QueryTile {
     bf16 *q16;      // the same as bf16, for matrix units
     float *scores;  // [QROWS][PARTITION]; then the probabilities, rounded to act
     bf16 *p16;      // [QROWS][PARTITION] for matrix units
-    float *part;    // [QROWS][Dp] of this partition
     float *sum;     // [QROWS][Dp] so far
     int32_t low[QROWS], high[QROWS];  // first and last token that a row sees
     float top[QROWS], mass[QROWS];    // so far: the largest score, the sum of exp(score - top)
     bool begun[QROWS];
 };
+
+// What one partition gave: the rows' outputs, largest scores and masses.
+struct Partial {
+    float *out, *top, *mass;
+    Partial(float *at, int64_t dp) : out(at), top(at + QROWS * dp), mass(top + QROWS) {}
+};
+FN bool sees(const QueryTile &tile, int r, int64_t base) { return tile.low[r] < base + PARTITION && tile.high[r] >= base; }
 
 // Whether this tile's products go to matrix units; few rows do not pay for it.
 template <class E> FN bool matrix_units(const QueryTile &tile) {
@@ -72,21 +81,25 @@ template <class E> FN void softmax_row(QueryTile &tile, int r, int64_t base, int
     *mass = sum_lanes(sum);
 }
 
-// Adds a partition (its own top, mass and output) to what a row has so far.
-FN void combine(QueryTile &tile, int r, float top, float mass) {
-    float *sum = tile.sum + r * tile.dp;
-    const float *part = tile.part + r * tile.dp;
-    if (!tile.begun[r]) {
-        tile.begun[r] = true, tile.top[r] = top, tile.mass[r] = mass;
-        __builtin_memcpy(sum, part, (size_t)tile.dp * 4);
-        return;
+// Adds a partition to what the rows that see it have so far.
+static void combine(QueryTile &tile, int64_t base, const Partial &here) {
+    const int64_t dp = tile.dp;
+    for (int r = 0; r < tile.rows; r++) {
+        if (!sees(tile, r, base)) continue;
+        float *sum = tile.sum + r * dp;
+        const float *part = here.out + r * dp, top = here.top[r], mass = here.mass[r];
+        if (!tile.begun[r]) {
+            tile.begun[r] = true, tile.top[r] = top, tile.mass[r] = mass;
+            __builtin_memcpy(sum, part, (size_t)dp * 4);
+            continue;
+        }
+        const float both = top > tile.top[r] ? top : tile.top[r];
+        const F scales = exp16(F{tile.top[r] - both, top - both});
+        const float before = scales[0], now = scales[1];
+        for (int64_t c = 0; c < dp; c += LANES) store<F>(sum + c, load<F>(sum + c) * before + load<F>(part + c) * now);
+        tile.mass[r] = tile.mass[r] * before + mass * now;
+        tile.top[r] = both;
     }
-    const float both = top > tile.top[r] ? top : tile.top[r];
-    const F scales = exp16(F{tile.top[r] - both, top - both});
-    const float before = scales[0], here = scales[1];
-    for (int64_t c = 0; c < tile.dp; c += LANES) store<F>(sum + c, load<F>(sum + c) * before + load<F>(part + c) * here);
-    tile.mass[r] = tile.mass[r] * before + mass * here;
-    tile.top[r] = both;
 }
 
 template <class E> static void score_blocks(const QueryTile &tile, const E *const *k, int from, int to) {
@@ -118,7 +131,7 @@ template <class E> static void score_blocks(const QueryTile &tile, const E *cons
         }
 }
 
-template <class E> static void mix_blocks(const QueryTile &tile, const E *const *k, int from, int to) {
+template <class E> static void mix_blocks(const QueryTile &tile, const E *const *k, int from, int to, float *out) {
     const int64_t dp = tile.dp, panel = TOKENS * LANES;
 #ifdef OCTAVO_AMX
     if constexpr (sizeof(E) == 2) if (matrix_units<E>(tile)) {
@@ -133,8 +146,8 @@ template <class E> static void mix_blocks(const QueryTile &tile, const E *const 
                 TILE_LOAD(7, v + panel, 64);
                 TILE_DOT(1, 5, 7);
             }
-            TILE_STORE(0, tile.part + c, dp * 4);
-            TILE_STORE(1, tile.part + c + LANES, dp * 4);
+            TILE_STORE(0, out + c, dp * 4);
+            TILE_STORE(1, out + c + LANES, dp * 4);
         }
         return;
     }
@@ -143,11 +156,12 @@ template <class E> static void mix_blocks(const QueryTile &tile, const E *const 
         const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
         for (int64_t c = 0; c < dp; c += LANES)
             mix_rows<E>(n, tile.scores + r * PARTITION + from * TOKENS, PARTITION, k + from, dp * TOKENS + c / LANES * panel, to - from,
-                        tile.part + r * dp + c, dp);
+                        out + r * dp + c, dp);
     }
 }
 
-template <class E> static void attend(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
+// Takes a tile's queries, and the range of tokens of each.
+template <class E> static void begin_tile(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
     const int64_t ld = op.n[1], per = op.n[2] / op.n[3], d = op.n[4], dp = tile.dp, window = op.n[7];
     const int32_t first = run.step.q_start[work.seq];
     const int64_t left = (int64_t)(run.step.q_start[work.seq + 1] - first) * per - work.row;
@@ -163,30 +177,31 @@ template <class E> static void attend(const Op &op, const Run &run, QueryTile &t
         tile.low[r] = window > 0 && tile.high[r] >= window ? tile.high[r] - (int32_t)window + 1 : 0;
         tile.begun[r] = false;
     }
-    const int32_t *table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
+}
+
+// Scores, probabilities and output of one partition. `table`: the sequence's blocks; `block`: the KV head's part of the first.
+template <class E> static void partition(const Op &op, const Run &run, QueryTile &tile, const int32_t *table, const char *block, int64_t base, const Partial &here) {
     const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];  // both rise with the row
+    const int from = base < low ? (int)((low - base) / TOKENS) : 0;
+    const int to = high - base < PARTITION ? (int)((high - base) / TOKENS + 1) : PARTITION / TOKENS;
     const E *k[PARTITION / TOKENS];
-    for (int64_t base = low / PARTITION * PARTITION; base <= high; base += PARTITION) {
-        const int from = base < low ? (int)((low - base) / TOKENS) : 0;
-        const int to = high - base < PARTITION ? (int)((high - base) / TOKENS + 1) : PARTITION / TOKENS;
-        for (int j = from; j < to; j++)
-            k[j] = (const E *)(run.kv + (size_t)table[base / TOKENS + j] * run.block_bytes) + op.n[6] + g * 2 * dp * TOKENS;
-        score_blocks<E>(tile, k, from, to);
-        float top[QROWS], mass[QROWS];
-        bool live[QROWS];
-        for (int r = 0; r < tile.rows; r++) {
-            live[r] = tile.low[r] < base + PARTITION && tile.high[r] >= base;
-            if (live[r]) {
-                softmax_row<E>(tile, r, base, from, to, op.f[0], top + r, mass + r);
-            } else {  // the tile's other rows see this partition; this one must not meet old numbers
-                __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
-                __builtin_memset(tile.p16 + r * PARTITION, 0, PARTITION * 2);
-            }
+    for (int j = from; j < to; j++) k[j] = (const E *)(block + (size_t)table[base / TOKENS + j] * run.block_bytes);
+    score_blocks<E>(tile, k, from, to);
+    for (int r = 0; r < tile.rows; r++) {
+        if (sees(tile, r, base)) {
+            softmax_row<E>(tile, r, base, from, to, op.f[0], here.top + r, here.mass + r);
+        } else {  // the tile's other rows see this partition; this one must not meet old numbers
+            __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
+            __builtin_memset(tile.p16 + r * PARTITION, 0, PARTITION * 2);
         }
-        mix_blocks<E>(tile, k, from, to);
-        for (int r = 0; r < tile.rows; r++)
-            if (live[r]) combine(tile, r, top[r], mass[r]);
     }
+    mix_blocks<E>(tile, k, from, to, here.out);
+}
+
+// The quotients, rounded to act.
+template <class E> static void finish_tile(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
+    const int64_t ld = op.n[1], per = op.n[2] / op.n[3], d = op.n[4], dp = tile.dp;
+    const int32_t first = run.step.q_start[work.seq];
     for (int r = 0; r < tile.rows; r++) {
         const int64_t t = first + (work.row + r) / per, h = g * per + (work.row + r) % per;
         E *out = (E *)op.p[1] + t * ld + h * d;
@@ -197,24 +212,47 @@ template <class E> static void attend(const Op &op, const Run &run, QueryTile &t
     }
 }
 
+template <class E> static void attend(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g, float *scratch) {
+    begin_tile<E>(op, run, tile, work, g);
+    const int32_t *table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
+    const char *block = run.kv + (op.n[6] + g * 2 * tile.dp * TOKENS) * (int64_t)sizeof(E);
+    const int64_t first = tile.low[0] / PARTITION, count = tile.high[tile.rows - 1] / PARTITION - first + 1;
+    if (work.pieces == 1) {
+        const Partial here(scratch, tile.dp);
+        for (int64_t i = first; i < first + count; i++) {
+            partition<E>(op, run, tile, table, block, i * PARTITION, here);
+            combine(tile, i * PARTITION, here);
+        }
+        return finish_tile<E>(op, run, tile, work, g);
+    }
+    const Split &split = run.splits[work.split];
+    const auto kept = [&](int64_t i) { return Partial(split.at + (g * split.partitions + i) * partial_floats(tile.dp), tile.dp); };
+    for (int64_t i = count * work.piece / work.pieces; i < count * (work.piece + 1) / work.pieces; i++)
+        partition<E>(op, run, tile, table, block, (first + i) * PARTITION, kept(i));
+    if (__atomic_add_fetch(split.done + g, 1, __ATOMIC_ACQ_REL) < work.pieces) return;
+    __atomic_store_n(split.done + g, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
+    for (int64_t i = 0; i < count; i++) combine(tile, (first + i) * PARTITION, kept(i));
+    finish_tile<E>(op, run, tile, work, g);
+}
+
 template <class E> static void attention(const Op &op, const Run &run, const Part &part) {
     const int64_t dp = op.n[5], groups = op.n[3];
     QueryTile tile;
     tile.dp = dp;
-    char *at = run.scratch[part.thread];
-    tile.q = (float *)at, at += QROWS * dp * 4;
-    tile.part = (float *)at, at += QROWS * dp * 4;
-    tile.sum = (float *)at, at += QROWS * dp * 4;
-    tile.scores = (float *)at, at += QROWS * PARTITION * 4;
-    tile.q16 = (bf16 *)at, at += QROWS * dp * 2;
-    tile.p16 = (bf16 *)at;
+    float *at = (float *)run.scratch[part.thread], *const scratch = at;
+    at += partial_floats(dp);
+    tile.q = at, at += QROWS * dp;
+    tile.sum = at, at += QROWS * dp;
+    tile.scores = at, at += QROWS * PARTITION;
+    tile.q16 = (bf16 *)at;
+    tile.p16 = tile.q16 + QROWS * dp;
 #ifdef OCTAVO_AMX
     if (sizeof(E) == 2) configure(true);
 #endif
     const int64_t tasks = run.num_tiles * groups;
     for (int64_t task; (task = next_task(part.counter)) < tasks;) {
         task = tasks - 1 - task;  // a sequence's last tile sees the most tokens: first
-        attend<E>(op, run, tile, run.tiles[task / groups], task % groups);
+        attend<E>(op, run, tile, run.tiles[task / groups], task % groups, scratch);
     }
 #ifdef OCTAVO_AMX
     if (sizeof(E) == 2) configure(false);

@@ -1,7 +1,11 @@
-"""Files of a model are read from here: regular files only, of a bounded size, and every failure is a CheckpointError."""
+"""Files of a model are read from here: regular files only, of a bounded size, and every failure is a CheckpointError. And files that
+are kept for a later start are written from here: whole or not at all."""
 
 import os
 import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,6 +59,30 @@ def is_there(path: Path) -> bool:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be looked at: {error}") from None
     return True
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Make or replace a file that only this user may read. Who opens ``path`` finds the old file or the whole new one, also
+    after a crash, and also when several processes write it.
+
+    Raises: OSError; what ``write`` raises. Then the old file is as it was.
+    """
+    descriptor, made = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(made)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # the new name, too, outlives a crash
+    finally:
+        os.close(folder)
 
 
 def _check_kind(path: Path, mode: int) -> None:

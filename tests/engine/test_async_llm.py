@@ -206,6 +206,29 @@ def test_a_long_text_is_refused_or_tokenized_without_holding_up_the_loop(served:
     assert runner.run(run()) > 5  # tokenizing inside the loop would give it no turn at all
 
 
+def test_a_reset_of_the_cache_forgets_all_and_disturbs_nobody(served: AsyncLLM, runner: asyncio.Runner) -> None:
+    prompt, params = [(7 * i) % 200 + 3 for i in range(40)], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+
+    async def cached() -> int:
+        return max([output.num_cached_tokens async for output in served.generate(prompt, SamplingParams(max_tokens=1))])
+
+    async def scene() -> None:
+        expected = await whole(served, prompt, params)
+        assert await cached() == 32
+        before = await served.reset_prefix_cache(), await cached(), await cached()
+        assert before == (True, 0, 32)
+        generation, found = served.generate(prompt, params), []
+        async for output in generation:
+            found += output.outputs[0].token_ids
+            if len(found) == 5 or output.finished:
+                await served.reset_prefix_cache()
+        assert found == expected[0][1]
+        assert await cached() == 0
+
+    runner.run(scene())
+
+
+
 def test_smollm2_gives_offlines_tokens(smollm2: str) -> None:
     prompts = ["The capital of France is", "def add(a, b):", "Once upon a time", "1 2 3 4"]
     params = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=3, max_tokens=24, logprobs=2)]

@@ -163,10 +163,12 @@ def test_beams_that_the_pool_cannot_hold_alone(tmp_path: Path) -> None:
         assert [(len(s.token_ids), s.finish_reason) for s in output.outputs] == [(4 * 16 + 1 - 50, "length")] * 3  # a block each beside the prompt's
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "stop", "bad_words", "logit_bias", "allowed_token_ids"])
-def test_what_would_change_the_distribution_is_refused_by_name(name: str) -> None:
-    value = {"temperature": 0.7, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "presence_penalty": 1.0, "stop": ["a"], "bad_words": ["a"],
-             "logit_bias": {1: 2.0}, "allowed_token_ids": [1]}[name]
+CHANGES = {"temperature": 0.7, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "presence_penalty": 1.0, "stop": ["a"], "bad_words": ["a"],
+           "logit_bias": {1: 2.0}, "allowed_token_ids": [1]}
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES.items())
+def test_what_would_change_the_distribution_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedError) as caught:
         SamplingParams(use_beam_search=True, n=2, **{name: value})
     assert caught.value.param == name

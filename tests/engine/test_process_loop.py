@@ -289,3 +289,21 @@ def test_random_histories(seed: int) -> None:
         for delta in batch.deltas:
             tokens.setdefault(delta.request_id, []).extend(delta.tokens)
     assert all(name in admitted for name in names if tokens[name])
+
+
+def test_a_reset_is_counted_by_the_next_batch_after_which_nothing_is_found() -> None:
+    rig = Rig(caching=True, tokens=256)
+    rig.add("a", prompt=100, output=4)
+    rig.turns()
+    rig.add("b", prompt=100, output=4)
+    rig.say(m.ResetCache(), m.ResetCache())
+    rig.add("c", prompt=100, output=4)
+    rig.loop.turn()
+    assert rig.batches[-1].resets == 2 and rig.batches[-1].stats.cache_hits == 96, "c shares with b, nobody with a"
+    rig.turns()
+    assert rig.batches[-1].resets == 0 and rig.ends == dict.fromkeys("abc", "length")
+    steps = len(rig.plans)
+    rig.say(m.ResetCache())  # and with nothing to do
+    rig.loop.turn()
+    assert rig.batches[-1].resets == 1 and rig.batches[-1].stats.kv_free == 32 and len(rig.plans) == steps
+    assert rig.batches[-1].num_tokens == 0 and rig.batches[-1].deltas == []

@@ -171,6 +171,17 @@ def test_reset_forgets_everything_and_takes_nothing_from_anybody() -> None:
     assert kv.ledger().free == 8
 
 
+def test_what_was_computed_before_a_reset_is_not_found_after_it_even_if_its_block_was_not_full() -> None:
+    kv, tokens = KvManager(8, 4, prefix_caching=True), list(range(12))
+    filled(kv, "a", tokens[:3])
+    kv.reset_cache()
+    kv.grow("a", 12)
+    assert kv.seal("a", tokens, 12) == []
+    kv.release("a")
+    kv.check()
+    assert found(kv, [*tokens, 1]) == NO_MATCH and kv.ledger().free == 8
+
+
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize(("tokens", "shared", "copied"), [(1, 0, 1), (3, 0, 1), (4, 1, 0), (5, 1, 1), (8, 2, 0), (10, 2, 1)])
 def test_a_fork_shares_full_blocks_and_names_the_one_to_be_copied(caching: bool, tokens: int, shared: int, copied: int) -> None:
@@ -305,7 +316,6 @@ def test_a_double_that_was_never_computed_takes_no_key_over() -> None:
     kv.release("a")
     kv.admit("c", NO_MATCH, 12)  # a's blocks hold something else now
     assert kv.match(tokens, [*keys[0][:1]]).num_tokens == 0
-    kv.spoil("b", 0)
-    kv.release("b")
+    kv.release("b", sound=False)
     assert kv.match(tokens, [*keys[0][:1]]).num_tokens == 0 and kv.ledger().cached == 0
     kv.check()

@@ -9,7 +9,7 @@ from octavo.core.sampling import SamplingParams
 from octavo.engine.inputs import Inputs, Prompt
 from octavo.engine.outputs import Answer
 from octavo.engine.settings import make_config
-from octavo.errors import ContextTooLong
+from octavo.errors import ContextTooLong, WorkerDied
 from octavo.text.chat_template import ChatTemplate
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -60,6 +60,7 @@ class ScriptedLLM:
         self.reason: str | None = None
         self.num_open = 0
         self.tokenized = 0
+        self.resets = 0
         self.worked = 0  # pieces of other work on text
         self.thread: asyncio.Event | None = None  # waited for before each
         self.tenants: list[str] = []  # of all prompts so far
@@ -85,6 +86,12 @@ class ScriptedLLM:
         if self.thread is not None:
             await self.thread.wait()
         return work()
+
+    async def reset_prefix_cache(self) -> bool:
+        if self.reason is not None:
+            raise WorkerDied(self.reason)
+        self.resets += 1
+        return True
 
     async def render(self, messages: Any, **options: Any) -> str:
         return self.template.render(messages, **options)

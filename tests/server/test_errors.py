@@ -363,3 +363,12 @@ def test_tokenize_and_detokenize_errors() -> None:
     refused(post("/detokenize", {"tokens": [-1]}), 400, "tokens", "-1")
     refused(post("/detokenize", {"tokens": "a"}), 400, "tokens")
     refused(post("/detokenize", {}), 400, "tokens", "missing")
+
+
+def test_the_prefix_cache_is_reset_without_a_body_either_way() -> None:
+    llm = ScriptedLLM()
+    response = post("/reset_prefix_cache", {}, llm=llm)
+    assert response.status_code == 200 and response.content == b"" and llm.resets == 1
+    llm.reason = "the engine is gone"
+    refused(post("/reset_prefix_cache", {}, llm=llm), 503, None, "the engine is gone")
+    assert llm.resets == 1

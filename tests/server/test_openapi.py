@@ -15,6 +15,7 @@ from tests.server.conftest import Live, serve
 from tests.server.scripted import ScriptedLLM
 
 from octavo.server.app import ROUTES, create_app
+from octavo.server.openapi import OPERATIONS as DOCUMENTED
 from octavo.server.openapi import document
 from octavo.server.settings import ServerSettings
 
@@ -33,6 +34,7 @@ def small(tiny: str) -> Iterator[Live]:
 
 SCHEMA = schemathesis.openapi.from_dict(json.loads(document(SMALL, ("tiny",), False)))
 OPERATIONS = [(path, method) for path, item in json.loads(document(SMALL, ("tiny",), False))["paths"].items() for method in item]
+REQUESTS = {path: request for path, (_, _, request, _, _) in DOCUMENTED.items()}
 ROUNDS = {"/v1/completions": 80, "/v1/chat/completions": 40, "/tokenize": 25, "/detokenize": 25}  # the others take next to nothing
 
 
@@ -40,7 +42,7 @@ ROUNDS = {"/v1/completions": 80, "/v1/chat/completions": 40, "/tokenize": 25, "/
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_every_operation(small: Live, path: str, method: str, mode: GenerationMode) -> None:
     operation = SCHEMA[path][method.upper()]
-    if mode is GenerationMode.NEGATIVE and method == "get":
+    if mode is GenerationMode.NEGATIVE and REQUESTS[path] is None:
         pytest.skip("nothing is sent that could be wrong")
     answers: Counter[int] = Counter()
     with httpx.Client() as http:

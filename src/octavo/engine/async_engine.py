@@ -8,6 +8,7 @@ import asyncio
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from octavo.engine.compat import without_effect
 from octavo.engine.console import LOGGER, show_log
 from octavo.engine.generation import Flight, Generation
 from octavo.engine.inputs import Inputs, Prompt, check_priority
-from octavo.engine.messages import Abort, Batch, Begin, End, EngineStats, FromEngine, Note, Progress, Ready
+from octavo.engine.messages import Abort, Batch, Begin, End, EngineStats, FromEngine, Note, Progress, Ready, ResetCache
 from octavo.engine.outputs import Answer
 from octavo.engine.report import LogReport, Report, phase
 from octavo.engine.settings import make_config
@@ -100,6 +101,7 @@ class AsyncLLM:
         self._pool = ThreadPoolExecutor(TEXT_THREADS, "octavo-text")
         self._longest_token = text.longest_token()
         self._ready: asyncio.Future[Ready] | None = None
+        self._resets: deque[asyncio.Future[None]] = deque()  # of the cache, asked for and not yet done, in their order
         self._started = self._shut = False
 
     # -- start and end
@@ -268,7 +270,7 @@ class AsyncLLM:
         else:
             start = partial(self._tokenize_and_submit, flight, prompt, add_special_tokens, submit)
         self._board.open(flight, 0 if start is None else params.num_sequences)
-        return Generation(flight, start, self._board.leave, deltas=deltas, loop=asyncio.get_running_loop())
+        return Generation(flight, start, self._board.leave, self._board.told, deltas=deltas, loop=asyncio.get_running_loop())
 
     async def abort(self, request_id: str) -> bool:
         """End a request: its reader sees finish_reason "abort". False when it is unknown or has ended."""
@@ -287,6 +289,15 @@ class AsyncLLM:
         """End every open request."""
         for request_id in list(self._board.flights):
             await self.abort(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Running requests lose nothing, so it always succeeds: True, once it is done. Raises: WorkerDied."""
+        self._check_alive()
+        done = asyncio.get_running_loop().create_future()
+        self._resets.append(done)
+        self._client.send(ResetCache())
+        await done
+        return True
 
     # -- to the engine
 
@@ -344,6 +355,8 @@ class AsyncLLM:
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Batch):
             self._board.deliver(message)
+            for _ in range(message.resets):
+                _settle(self._resets.popleft())
         elif isinstance(message, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)
@@ -366,6 +379,8 @@ class AsyncLLM:
             if self._started:
                 LOGGER.error("%s; %d requests end with it", self.failure, len(self._board.flights))
             self.on_death.set()
+        while self._resets:
+            _settle(self._resets.popleft(), WorkerDied(error.message))
         self._board.fail_all(WorkerDied(error.message))
 
     # -- small things
@@ -375,6 +390,16 @@ class AsyncLLM:
         times = self._board.admissions
         span = time.monotonic() - times[0] if times else 0.0
         return 1 if span <= 0 else max(1, min(MOST_RETRY_SECONDS, math.ceil(waiting * span / len(times))))
+
+
+def _settle(future: "asyncio.Future[None]", error: Exception | None = None) -> None:
+    """End a wait, unless who waited is gone."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def _queue_bound(value: Any) -> int | None:

@@ -1,6 +1,6 @@
 """What crosses the cut between the caller's process and the engine's: msgspec Structs, as MessagePack.
 
-    caller  ── Add, Abort, Shutdown ──▶  engine
+    caller  ── Add, Abort, ResetCache, Shutdown ──▶  engine
     caller  ◀── Begin, Progress, End, Note, Ready (start-up), then one Batch per step ──  engine
 
 Boot goes first, by another way (the engine's standard input), and LastWords come last (a pipe whose end is also the
@@ -76,6 +76,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ids: list[str]
 
 
+class ResetCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget all cached prefixes. The next Batch counts it."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End everything, then the process."""
 
@@ -136,6 +140,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     kv_reserved_slots: int = 0  # token slots of live blocks that are not used yet
     cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache
     cache_hits: int = 0  # of them: found
+    tokens_recomputed: int = 0  # computed tokens that were computed once more, after a preemption
+    blocks_out: int = 0  # moved to the swap tier
+    blocks_in: int = 0  # moved back
+    tier_total: int = 0  # blocks of the swap tier
+    tier_used: int = 0
+    swapped: int = 0  # waiting sequences that have blocks there
 
     @property
     def kv_live(self) -> int:
@@ -152,6 +162,7 @@ class Batch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     deltas: list[Delta]
     events: list[Event]
     stats: EngineStats
+    resets: int = 0  # of the cache, asked for and done since the last batch
 
 
 class LastWords(msgspec.Struct, frozen=True):
@@ -177,7 +188,7 @@ class LastWords(msgspec.Struct, frozen=True):
 
 LONGEST = 8192  # characters of a message: last words must fit a pipe that nobody reads
 
-ToEngine = Add | Abort | Shutdown
+ToEngine = Add | Abort | ResetCache | Shutdown
 FromEngine = Begin | Progress | End | Note | Ready | Batch
 
 encode = msgspec.msgpack.Encoder().encode

@@ -158,6 +158,7 @@ class EngineLoop:
         self._clock = clock
         self._events: list[Event] = []
         self._refused: list[Delta] = []  # told with the next batch
+        self._resets = 0  # likewise
         self._stopping = False
         core.observers.append(lambda event, _now: self._events.append(event))
 
@@ -183,8 +184,9 @@ class EngineLoop:
             raise WorkerDied("no step could be planned, and requests are unfinished: this is a bug in the scheduler")
         refused, self._refused = self._refused, []
         events, self._events = self._events, []
-        if deltas or refused or events or counters.steps != steps:
-            batch = m.Batch(begun, self._clock(), counters.tokens_planned - planned, refused + deltas, events, self._stats())
+        resets, self._resets = self._resets, 0
+        if deltas or refused or events or resets or counters.steps != steps:
+            batch = m.Batch(begun, self._clock(), counters.tokens_planned - planned, refused + deltas, events, self._stats(), resets)
             self._send(m.encode(batch))
 
     def _take(self, frame: bytes) -> None:
@@ -203,6 +205,9 @@ class EngineLoop:
         elif isinstance(message, m.Abort):
             for request_id in message.ids:
                 self._core.abort(request_id)
+        elif isinstance(message, m.ResetCache):
+            self._core.reset_prefix_cache()
+            self._resets += 1
         else:
             self._stopping = True
 
@@ -211,11 +216,12 @@ class EngineLoop:
 
     def _stats(self) -> m.EngineStats:
         scheduler, counters = self._scheduler, self._core.counters
-        ledger = scheduler.kv.ledger()
+        ledger, lost = scheduler.kv.ledger(), scheduler.preemption_stats()
         return m.EngineStats(
             len(scheduler.running), scheduler.num_waiting, ledger.total, ledger.free, counters.steps, counters.tokens_planned,
-            counters.tokens_sampled, counters.preemptions, counters.tokens_lost, ledger.cached, ledger.shared, ledger.logical, ledger.reserved_slots,
-            counters.cache_queries, counters.cache_hits,
+            counters.tokens_sampled, lost.preemptions, lost.tokens_lost, ledger.cached, ledger.shared, ledger.logical, ledger.reserved_slots,
+            counters.cache_queries, counters.cache_hits, lost.tokens_recomputed, lost.blocks_out, lost.blocks_in, lost.tier_blocks, lost.tier_used,
+            lost.requests_swapped,
         )
 
 

@@ -195,20 +195,18 @@ class KvManager:
                 table.close(first)
         return blocks
 
-    def spoil(self, request_id: str, num_tokens: int) -> None:
-        """Only the first ``num_tokens`` tokens of a request were computed: the blocks after them are nobody's, not even those that are
-        doubles of others', which else would take their keys over."""
-        self._tables[request_id].close(num_tokens // self.block_size)
-
     def reset_cache(self) -> int:
-        """Forget everything that is cached; running requests keep what they have. Returns how many blocks became free."""
+        """Forget everything that is cached; running requests keep what they have, and nobody finds it. Returns how many blocks became free."""
         free = self.pool.num_free
         if self._index is not None:
             self.forget(self._index.all_keys())
+            for table in self._tables.values():
+                table.keys = None
         return self.pool.num_free - free
 
-    def release(self, request_id: str) -> int:
-        """Give up a request's table. Returns how many blocks are in no table any more: sealed ones are cached now."""
+    def release(self, request_id: str, sound: bool = True) -> int:
+        """Give up a request's table. Returns how many blocks are in no table any more: sealed ones are cached now, those of
+        others' keys too, unless it is not ``sound``: what it was to compute may be missing."""
         table = self._tables.pop(request_id)
         index, keys = self._index, table.keys
         if index is None or keys is None or not table.sealed:
@@ -217,14 +215,14 @@ class KvManager:
         # where not, that one counts as just used, too. So what follows in the sequence never outlives what comes before it.
         holders = []
         for key, block in zip(keys[1 : table.sealed + 1], table.blocks):
-            if index.put(key, block):
+            if sound and index.put(key, block):
                 self.pool.keep(block)
             holders.append(index.holder(key))
         gone = self.pool.give_back(table.blocks)
         if holders != table.blocks[: table.sealed]:
             for holder in reversed(holders):
-                assert holder is not None
-                self.pool.touch(holder)
+                if holder is not None:
+                    self.pool.touch(holder)
         return gone
 
     def table(self, request_id: str) -> list[int]:

@@ -140,6 +140,9 @@ class Program(Protocol):
     def sample(self) -> None:
         """Head and sampler: fills the out_* and top_* arrays for R rows."""
 
+    def run(self) -> None:
+        """forward and sample in one call: for steps in which the host has nothing to do between them."""
+
 
 class KvStore(Protocol):
     """The memory behind the blocks; the provider chose its layout."""
@@ -149,6 +152,12 @@ class KvStore(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """K and V of all layers, bit for bit. Cost: 2 · block_bytes of memory traffic."""
+
+    def read_block(self, block: int) -> memoryview:
+        """A block's bytes, ``block_bytes`` of them; only until anything is written."""
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Fill a block with bytes that read_block gave, of this store or of one of the same kind and shape."""
 
 
 class Provider(Protocol):

@@ -14,11 +14,15 @@ Taking over (``kv.fork``): full blocks are shared and the begun one is copied. W
 begun block, if there is one, was its own. So what it gives up pays for the copy, and taking over never lacks a block.
 """
 
+from collections.abc import Callable
+
 from octavo.core.output import Delta, LogprobRow
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
 from octavo.kv.manager import NO_MATCH, KvManager, Match
 from octavo.scheduler.beams import BeamSearch
+
+ComeBack = Callable[[Request, list[int], int, int], int]  # a request, its table, the tokens that are there, the most → the tokens that are there then
 
 
 class BeamGroup:
@@ -82,7 +86,7 @@ class BeamGroup:
             common = next((place for place in range(common) if tokens[place] != first[place]), common)
         return common
 
-    def take_trunk(self, kv: KvManager) -> bool:
+    def take_trunk(self, kv: KvManager, come_back: ComeBack) -> bool:
         """Once the leader has computed what all share, and it was not taken over yet: the others do, and go on from there. Whether they did."""
         trunk, leader = self._trunk, self.leader
         if trunk is None or leader.num_computed < trunk:
@@ -97,8 +101,8 @@ class BeamGroup:
             kv.release(request.id)
             table = kv.admit(request.id, match, min(len(request.tokens) + 1, request.limit - 1), keys=request.block_keys)
             assert table is not None, f"{request.id} has given up fewer blocks than it needs"
-            request.num_computed = match.num_tokens
-            request.known = len(request.tokens)
+            request.num_computed = come_back(request, table, match.num_tokens, len(request.tokens))
+            kv.grow(request.id, request.num_computed)
             request.idle = False
         return True
 

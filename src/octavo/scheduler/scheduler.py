@@ -35,16 +35,19 @@ import msgspec
 from octavo.config import SchedulerConfig
 from octavo.core.output import Delta
 from octavo.core.request import Request, State
-from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
+from octavo.core.step import IN, PlanItem, SlotInit, SlotResult, StepPlan, StepResult
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerDied
 from octavo.kv.manager import NO_MATCH, KvManager, Match
-from octavo.observe.events import Admitted, Event, Finished, Preempted
+from octavo.kv.tier import SwapTier
+from octavo.observe.events import Admitted, Event, Finished, Preempted, TierFailed
 from octavo.scheduler.admission import Predicted
 from octavo.scheduler.beams import check_room, most_tokens
 from octavo.scheduler.groups import BeamGroup
 from octavo.scheduler.itl import ItlBudget
 from octavo.scheduler.policy import Policy, make_policy
+from octavo.scheduler.preempt import Preempter, PreemptionStats
 from octavo.scheduler.queue import WaitingQueue
+from octavo.scheduler.times import StepTimes
 
 AdmissionPredicate = Callable[[Request], bool]
 
@@ -57,7 +60,10 @@ class Counters:
     tokens_planned: int = 0  # rows of all forward passes
     tokens_sampled: int = 0  # output tokens committed
     preemptions: int = 0
-    tokens_lost: int = 0  # computed tokens that preemptions threw away
+    tokens_lost: int = 0  # computed tokens that preemptions threw away; the cache may have kept them
+    tokens_recomputed: int = 0  # computed tokens that were computed once more, after a preemption
+    blocks_out: int = 0  # moved to the swap tier
+    blocks_in: int = 0  # moved back
     cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, each once: not again after a preemption
     cache_hits: int = 0  # of them: found
 
@@ -75,7 +81,8 @@ class Scheduler:
     ``plan`` may be called again before the last plan's result is committed; results are committed in plan order.
     ``admission``: a request at the head of the queue is admitted only when all of these say yes; while one says no,
     nobody passes it. ``lookahead``: token slots to reserve beyond the known ones (where a drafter writes). ``budget``:
-    the token budget at a time, at most ``max_num_batched_tokens``, which is also the default. Policy, the predicate of
+    the token budget at a time, at most ``max_num_batched_tokens``, which is also the default. ``tier``: where victims' blocks
+    may go, and ``block_seconds`` a first guess of what moving one takes. Policy, the predicate of
     predicted admission and the budget of ``target_itl_ms`` are made from ``config`` where they are not given.
     """
 
@@ -88,6 +95,8 @@ class Scheduler:
         admission: Sequence[AdmissionPredicate] = (),
         lookahead: int = 0,
         budget: Callable[[float], int] | None = None,
+        tier: SwapTier | None = None,
+        block_seconds: float = 0.0,
     ) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(config, name) < 1:
@@ -101,8 +110,10 @@ class Scheduler:
         self._predicted = Predicted(self.running, kv) if config.admission == "predicted" else None
         self._admission: list[AdmissionPredicate] = [*admission, *([self._predicted] if self._predicted else [])]
         self._lookahead = lookahead
-        self._itl = None if config.target_itl_ms is None else ItlBudget(config.target_itl_ms, config.max_num_batched_tokens, self.running)
-        self._budget = budget or self._itl
+        self._times, full = StepTimes(), config.max_num_batched_tokens
+        itl = None if config.target_itl_ms is None else ItlBudget(config.target_itl_ms, full, self.running, self._times)
+        self._budget = budget or itl
+        self._preempter = Preempter(config.preemption_mode, kv.block_size, tier, self._times, full, block_seconds)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones, the next at the end
         self._freed: list[int] = []  # given up since the last plan
@@ -192,6 +203,12 @@ class Scheduler:
         scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
         return self.kv.match(request.tokens, request.block_keys).num_tokens if scored else 0
 
+    def preemption_stats(self) -> PreemptionStats:
+        """What preemptions did since the start."""
+        c, tier = self.counters, self._preempter.tier
+        held = (0, 0, 0) if tier is None else (tier.num_slots, tier.num_used, tier.num_requests)
+        return PreemptionStats(c.preemptions, c.tokens_lost, c.tokens_recomputed, c.blocks_out, c.blocks_in, *held)
+
     def take_events(self) -> list[Event]:
         """What happened since the last plan. Without this call it is in the next plan's ``events``."""
         events, self._events = self._events, []
@@ -208,7 +225,7 @@ class Scheduler:
             if (parent := self._requests[parent_id]).num_computed >= parent.num_prompt:
                 self._unpark(parent)
         if self._trunks:
-            self._trunks = [group for group in self._trunks if not group.take_trunk(self.kv)]
+            self._trunks = [group for group in self._trunks if not group.take_trunk(self.kv, self._come_back)]
         chosen: dict[Request, _Part] = {}
         budget = self._serve_running(self._now(now), chosen)
         keys: list[bytes] = []
@@ -283,41 +300,50 @@ class Scheduler:
             if table is None:
                 return
             self.waiting.remove(request)
-            self._seat(request, match.num_tokens)
+            self._seat(request)
+            start = match.num_tokens
             if match.tail is not None:
-                self._copies[request] = match.tail, table[len(match.blocks)]
-            if request.preemptions == 0:
+                self._preempter.copy(match.tail, table[len(match.blocks)])
+            if request.preemptions:
+                start = self._come_back(request, table, start, length if scored else request.num_scored)
+            else:
                 if fork is None:
                     request.num_cached = match.num_tokens
                     if scored and request.block_keys is not None:
                         self.counters.cache_queries += length
                         self.counters.cache_hits += match.num_tokens
-                self.policy.charge(request, length - match.num_tokens, 0)
-            take = min(length - match.num_tokens, budget)
-            self.kv.grow(request.id, match.num_tokens + take)
-            keys += self._seal(request, match.num_tokens + take)  # the next one admitted may use it
+                self.policy.charge(request, length - start, 0)
+            request.num_computed = start
+            take = min(length - start, budget)
+            self.kv.grow(request.id, start + take)
+            keys += self._seal(request, start + take)  # the next one admitted may use it
             chosen[request] = _Part(take, table)
             budget -= take
             found, forked = (0, match.num_tokens) if fork else (match.num_tokens, 0)
-            self._events.append(Admitted(request.id, request.slot, found, request.preemptions > 0, forked))
+            self._events.append(Admitted(request.id, request.slot, found, request.preemptions > 0, forked, start - match.num_tokens))
             if group is not None:
                 budget -= self._seat_others(group, reserve)
 
-    def _seat(self, request: Request, num_computed: int) -> None:
+    def _seat(self, request: Request) -> None:
         """Give a request that has a table a slot: it runs."""
         self.running.append(request)
         request.state = State.RUNNING
         request.slot = self._slots.pop()
         request.fresh, request.idle = True, False
-        request.num_computed = num_computed
         request.known = len(request.tokens)
+
+    def _come_back(self, request: Request, table: list[int], cached: int, most: int) -> int:
+        """Fill a preempted request's table from the tier, beyond what the cache had of it. Returns the tokens that it has then."""
+        start, moved = self._preempter.come_back(request, table, cached, most, self.counters.steps + 1)
+        self.counters.blocks_in += moved
+        return start
 
     def _seat_others(self, group: BeamGroup, reserve: int) -> int:
         """Give the beams of a group whose leader was admitted their slots, and ``reserve`` blocks each. Returns how many they are."""
         for request in group.others:
             table = self.kv.admit(request.id, NO_MATCH, reserve * self.kv.block_size)
             assert table is not None  # room was there
-            self._seat(request, 0)
+            self._seat(request)
             request.idle = True
             self._events.append(Admitted(request.id, request.slot, 0, request.preemptions > 0))
         if group.waits:
@@ -360,23 +386,27 @@ class Scheduler:
         samples = [request for request in self.running if (request.fork_of or request.id) == root]
         return [victim] if needy in samples else samples
 
-    def _preempt(self, victim: Request, cause: str) -> None:
-        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew what the
-        cache has not kept by then.
+    def _preempt(self, victim: Request, cause: str, *, sound: bool = True) -> None:
+        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew what neither
+        the tier nor, by then, the cache has kept. Not ``sound``: what is in its blocks is not known.
 
         Output tokens are kept. Rank and arrival order stay, so it is resumed before whoever came later.
         """
-        freed = self._leave_slot(victim)
-        self._events.append(Preempted(victim.id, cause, victim.num_computed, freed))
+        if sound and victim in self._copies:
+            self._preempter.copy(*self._copies.pop(victim))  # before its blocks are moved out
+        away = self._preempter.give_way(victim, self.kv.table(victim.id), self.counters.steps + 1, sound=sound)
+        freed, lost = self._leave_slot(victim, sound), victim.num_computed - away.tokens
+        self._events.append(Preempted(victim.id, cause, lost, freed, away.how, away.blocks, away.seconds))
         self.counters.preemptions += 1
-        self.counters.tokens_lost += victim.num_computed
+        self.counters.tokens_lost += lost
+        self.counters.blocks_out += away.blocks
         victim.num_computed = 0
         victim.preemptions += 1
         victim.state = State.WAITING
         if victim is victim.head:
             self.waiting.push(victim)
 
-    def _leave_slot(self, request: Request) -> int:
+    def _leave_slot(self, request: Request, sound: bool = True) -> int:
         """Give up slot and blocks, and make every result in flight stale. Returns the blocks that nobody uses any more."""
         self.running.remove(request)
         self._slots.append(request.slot)
@@ -386,7 +416,7 @@ class Scheduler:
             self._forget_rows(request.group)
         request.epoch += 1
         request.ahead = 0
-        return self.kv.release(request.id)
+        return self.kv.release(request.id, sound)
 
     def _vacate(self, request: Request) -> None:
         """What the runner knows of the request in a slot no longer holds."""
@@ -402,11 +432,11 @@ class Scheduler:
     def _build(self, chosen: dict[Request, _Part], keys: list[bytes]) -> StepPlan:
         """Turn the choice into a plan, and advance the requests as if it were computed."""
         number = self.counters.steps = self.counters.steps + 1
-        items, copies, charge, total = [], [], self.policy.charge, 0
+        items, charge, total = [], self.policy.charge, 0
         for request, part in chosen.items():
             take, new_blocks = part.take, part.new_blocks
             if request in self._copies:
-                copies.append(self._copies.pop(request))
+                self._preempter.copy(*self._copies.pop(request))
             start = request.num_computed
             end = request.num_computed = start + take
             sample = end == len(request.tokens) + request.ahead
@@ -429,7 +459,7 @@ class Scheduler:
         self._in_flight[number] = list(chosen)
         if keys:
             self._sealed[number] = keys
-        return StepPlan(number, items, freed, self.take_events(), copies)
+        return StepPlan(number, items, freed, self.take_events(), self._preempter.take_moves())
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -441,9 +471,13 @@ class Scheduler:
         Raises: WorkerDied when the result does not answer the plan (nothing is changed then).
         """
         _compare(plan, result)
+        if result.failed_moves:
+            self._tier_failed(plan, result)
         self._sealed.pop(plan.number, None)
-        if self._itl is not None:
-            self._itl.stepped(plan.num_tokens, result.seconds)
+        seconds, tokens = result.seconds - result.swap_seconds, plan.num_tokens
+        self._times.add(tokens, seconds)
+        preempter = self._preempter
+        preempter.committed(plan, result)
         deltas = []
         for request, item, found in zip(self._in_flight.pop(plan.number), plan.items, result.slots, strict=True):
             if request.epoch != item.epoch:
@@ -453,6 +487,11 @@ class Scheduler:
                 continue
             if item.score_to > item.score_from:
                 request.num_scored = item.score_to
+            if request.preemptions:
+                again, recovered = preempter.computed(request, item, seconds / tokens)
+                self.counters.tokens_recomputed += again
+                if recovered is not None:
+                    self._events.append(recovered)
             if item.sample and request.group is None:
                 deltas.append(self._append(request, found))
                 continue
@@ -503,34 +542,63 @@ class Scheduler:
         """End every request that has a part in a plan which could not be executed. Returns their last deltas.
 
         It is not known how far the plan got, so its ``freed`` slots are named again in the next one. What it was to compute is in
-        no cache, nor what plans in flight after it built on that: requests of theirs that hold such blocks start anew.
+        no cache and what it was to move out in no tier, nor what plans in flight after it built on that: requests of theirs
+        that hold such blocks start anew.
         """
-        lost = self.kv.forget([key for number in list(self._sealed) for key in self._sealed.pop(number)])
+        blocks, back = self._distrust(plan.number, plan.number)
+        self._preempter.lost(plan)
         deltas = []
         ended = set()
         for request, item in zip(self._in_flight.pop(plan.number), plan.items, strict=True):
             if request.epoch == item.epoch:
                 ended.add(request.id)
-                self.kv.spoil(request.id, item.start)
-                deltas += self._give_up(request, "error", message)
-        for request in list(self.running):
-            if request.state is State.RUNNING and (request.fork_of in ended or not lost.isdisjoint(self.kv.table(request.id))):
-                for victim in [request] if request.group is None else list(request.group.members):
-                    self._preempt(victim, f"step {plan.number} failed, which was to compute what {request.id} shares")
+                deltas += self._give_up(request, "error", message, sound=False)
+        self._start_anew(f"step {plan.number} failed", blocks, back | ended)
         taken = {request.slot for request in self.running if not request.fresh}
         self._freed.extend(slot for slot in plan.freed if slot not in self._freed and slot not in taken)
         return deltas
 
-    def _give_up(self, request: Request, reason: str, error: str | None) -> list[Delta]:
+    def _tier_failed(self, plan: StepPlan, result: StepResult) -> None:
+        """Moves of a step failed: the tier is given up. What could not be moved out is lost; who could not be brought back has
+        computed on nothing, and so has who shared that."""
+        if not self._preempter.failed:
+            self._preempter.failed = True
+            self._events.append(TierFailed(result.moves_error))
+        unfilled = any(plan.moves[place].kind == IN for place in result.failed_moves)
+        blocks, back = self._distrust(plan.number, plan.number if unfilled else plan.number + 1)
+        self._start_anew(f"the swap tier failed in step {plan.number}", blocks, back)
+
+    def _distrust(self, plan: int, since: int) -> tuple[set[int], set[str]]:
+        """What this plan and those in flight after it moved out is in no tier any more, and what plan ``since`` and those after it
+        computed in no cache. Returns the blocks that hold anything now, and who was brought back by ``since`` or later."""
+        blocks = self.kv.forget([key for number in list(self._sealed) if number >= since for key in self._sealed.pop(number)])
+        back = self._preempter.distrust(plan, since)
+        for request_id in back:
+            blocks.update(self.kv.table(request_id))
+        return blocks, back
+
+    def _start_anew(self, why: str, blocks: set[int], requests: set[str]) -> None:
+        """Those of these requests that run, who forked them, and who holds one of these blocks."""
+        for request in list(self.running):
+            if request.state is not State.RUNNING:
+                continue  # with its group, a moment ago
+            if request.id in requests or request.fork_of in requests or not blocks.isdisjoint(self.kv.table(request.id)):
+                for each in [request] if request.group is None else list(request.group.members):
+                    self._preempt(each, f"{why}, on which {request.id} depends", sound=False)
+
+    def _give_up(self, request: Request, reason: str, error: str | None, *, sound: bool = True) -> list[Delta]:
         """End a request, and with a beam its whole group, before its time."""
         family = [request] if request.group is None else list(request.group.members)
-        return [self._end(each, Delta(each.id, finish_reason=reason, error=error, num_cached=each.num_cached)) for each in family]
+        return [
+            self._end(each, Delta(each.id, finish_reason=reason, error=error, num_cached=each.num_cached), sound=sound) for each in family
+        ]
 
-    def _end(self, request: Request, delta: Delta) -> Delta:
-        """The one way out: everything the request held is given up. Returns its last delta."""
+
+    def _end(self, request: Request, delta: Delta, *, sound: bool = True) -> Delta:
+        """The one way out: everything the request held is given up. Returns its last delta. Not ``sound``: what is in its blocks is not known."""
         known = request is request.head  # to the policy
         if request.state is State.RUNNING:
-            self._leave_slot(request)
+            self._leave_slot(request, sound)
         else:
             if request in self.waiting:
                 self.waiting.remove(request)
@@ -541,6 +609,7 @@ class Scheduler:
             request.epoch += 1
         request.state = State.FINISHED
         del self._requests[request.id]
+        self._preempter.forget(request.id)
         assert delta.finish_reason is not None
         if known:
             self.policy.ended(request)
@@ -571,6 +640,7 @@ class Scheduler:
         parked = [r for parked in self._parked.values() for r in parked]
         waiting = [*self.waiting, *parked, *self._check_groups()]
         assert self._parked.keys() <= self._requests.keys(), "somebody waits for a request that is gone"
+        self._preempter.check({r.id for r in waiting} | {r.id for r in self.running if r.idle}, set(self._requests))
         for request, (source, target) in self._copies.items():
             assert request.fresh and request.state is State.RUNNING, f"a block is to be copied for {request.id}, which has begun, or is gone"
             assert self.kv.table(request.id)[request.num_computed // self.kv.block_size] == target != source

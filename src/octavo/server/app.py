@@ -32,6 +32,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/v1/models", utility.models), ("GET", "/v1/models/{model_id:path}", utility.model),
     ("POST", "/tokenize", utility.tokenize), ("POST", "/detokenize", utility.detokenize),
     ("GET", "/health", utility.health), ("GET", "/ping", utility.ping), ("GET", "/version", utility.version), ("GET", "/load", utility.load),
+    ("POST", "/reset_prefix_cache", utility.reset_prefix_cache),
 ]
 
 

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 _GENERATION = (400, 404, 413, 415, 429, 500, 503)
 _TEXT = (400, 404, 413, 415, 500)
 # path → method, summary, request, response, statuses of errors
-OPERATIONS: dict[str, tuple[str, str, type | None, type, tuple[int, ...]]] = {
+OPERATIONS: dict[str, tuple[str, str, type | None, type | None, tuple[int, ...]]] = {
     "/v1/completions": ("post", "Complete prompts", CompletionRequest, answers.CompletionResponse, _GENERATION),
     "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, answers.ChatResponse, _GENERATION),
     "/v1/models": ("get", "The models that are served", None, answers.ModelList, (500,)),
@@ -26,6 +26,7 @@ OPERATIONS: dict[str, tuple[str, str, type | None, type, tuple[int, ...]]] = {
     "/ping": ("get", "Whether the server answers", None, answers.Health, (500,)),
     "/version": ("get", "Octavo's version", None, answers.Version, (500,)),
     "/load": ("get", "Open requests", None, answers.Load, (500,)),
+    "/reset_prefix_cache": ("post", "Forget all cached prefixes", None, None, (500, 503)),
 }
 _REASONS = {
     400: "A field is at fault; param names it", 401: "No valid API key", 404: "Not here", 413: "The body is too large",
@@ -37,7 +38,7 @@ _UNGUARDED = ("/health", "/ping")
 
 def document(settings: ServerSettings, names: Sequence[str], metrics: bool) -> bytes:
     """The document, as JSON. ``names``: the models'."""
-    kinds = [request for _, _, request, _, _ in OPERATIONS.values() if request] + [reply for _, _, _, reply, _ in OPERATIONS.values()]
+    kinds = [request for _, _, request, _, _ in OPERATIONS.values() if request] + [reply for _, _, _, reply, _ in OPERATIONS.values() if reply]
     if settings.allow_unknown_fields:
         kinds = [RELAXED.get(kind, kind) for kind in kinds]
     _, schemas = msgspec.json.schema_components([*kinds, Part, ErrorBody], ref_template="#/components/schemas/{name}")
@@ -66,14 +67,14 @@ def document(settings: ServerSettings, names: Sequence[str], metrics: bool) -> b
     return msgspec.json.encode(found)
 
 
-def _operation(path: str, operation: tuple[str, str, type | None, type, tuple[int, ...]], settings: ServerSettings) -> Json:
+def _operation(path: str, operation: tuple[str, str, type | None, type | None, tuple[int, ...]], settings: ServerSettings) -> Json:
     method, summary, request, reply, statuses = operation
-    content: Json = {"application/json": {"schema": _ref(reply)}}
+    content: Json = {"application/json": {"schema": _ref(reply)}} if reply else {}
     if request in (CompletionRequest, ChatRequest):
         content["text/event-stream"] = {"schema": {"type": "string"}}
     found: Json = {
         "summary": summary, "operationId": f"{method}{path.replace('/', '_').replace('{', '').replace('}', '')}",
-        "responses": {"200": {"description": "OK", "content": content}} | _errors(path, statuses, settings),
+        "responses": {"200": {"description": "OK"} | ({"content": content} if content else {})} | _errors(path, statuses, settings),
     }
     if request is not None:
         kind = RELAXED[request] if settings.allow_unknown_fields else request

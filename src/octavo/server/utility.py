@@ -1,4 +1,4 @@
-"""The small routes: models, tokenize, detokenize, health, version, load, metrics."""
+"""The small routes: models, tokenize, detokenize, health, version, load, reset_prefix_cache."""
 
 from functools import partial
 
@@ -100,6 +100,12 @@ async def version(context: Context, http: Request) -> Response:
     from octavo import __version__
 
     return reply(Version(__version__))
+
+
+async def reset_prefix_cache(context: Context, http: Request) -> Response:
+    """POST /reset_prefix_cache: 200 once no cached prefix can be found any more; requests that run lose nothing. Without a body, as vLLM's."""
+    await context.llm.reset_prefix_cache()
+    return Response()
 
 
 async def load(context: Context, http: Request) -> Response:

@@ -30,6 +30,11 @@ class Checkpoint:
         self._files: list[GgufFile | SafetensorsFile] = []
         self._homes: dict[str, GgufFile | SafetensorsFile] = {}  # by tensor name
 
+    @property
+    def files(self) -> list[Path]:
+        """The files whose content makes the model: its tensors and its shape."""
+        return [file.path for file in self._files]
+
     def names(self) -> list[str]:
         """Names of all tensors, in the files' order."""
         return list(self._homes)
@@ -116,6 +121,11 @@ class HfCheckpoint(Checkpoint):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def files(self) -> list[Path]:
+        """The weights and config.json."""
+        return [self.path / "config.json", *super().files]
 
     def _open_files(self) -> None:
         index = self.path / INDEX
