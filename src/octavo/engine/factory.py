@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config
 from octavo.engine.core import EngineCore
+from octavo.engine.keeper import KvKeeper, check_folder, identity_of
 from octavo.engine.report import Report, phase
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kv.manager import KvManager
 from octavo.kv.spec import DTYPE_BYTES, KvSpec
 from octavo.models import registry
 from octavo.models.spec import ModelSpec
+from octavo.ops.table import KvStore
 from octavo.runner.memory import Ledger, available_memory, default_num_blocks, size
 from octavo.runner.runner import Runner
 from octavo.scheduler.scheduler import Scheduler
 from octavo.weights import hub
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.identity import checkpoint_hash
 
 if TYPE_CHECKING:
     from octavo.engine.textside import TextSide
@@ -79,9 +82,12 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
         kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, config.kv.block_size)
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
-        runner = _make_runner(final, provider, model, kv_spec)
+        store = _make_store(final, provider, kv_spec)
+        runner = _make_runner(final, provider, model, store)
     kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
     scheduler = Scheduler(final.scheduler, kv)
+    core = EngineCore(scheduler, runner)
+    core.keeper = _make_keeper(final, spec, checkpoint, kv, store, report)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
@@ -90,7 +96,7 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
     for line in (*_summary(final, spec, kv_spec, provider), ledger.line()):
         report.note(line)
-    return CoreSide(EngineCore(scheduler, runner), scheduler, final, spec, ledger, getattr(provider, "isa", config.runner.backend))
+    return CoreSide(core, scheduler, final, spec, ledger, getattr(provider, "isa", config.runner.backend))
 
 
 def compute_dtype(config: Config) -> str:
@@ -147,6 +153,9 @@ def resolve(config: Config, spec: ModelSpec, *, dtype: str, block_bytes: int, av
             f"{blocks * block}, or give num_kv_blocks={math.ceil(context / block)} or more ({size(math.ceil(context / block) * block_bytes)})",
             "max_model_len",
         )
+    if config.kv.kv_cache_dir is not None and config.kv.kv_cache_dir_bytes < block_bytes:
+        most = config.kv.kv_cache_dir_bytes
+        raise ConfigError(f"kv_cache_dir_bytes is {most}; one block of {block} tokens takes {block_bytes}", "kv_cache_dir_bytes")
     context = min(context, blocks * block)
     return replace(
         config, model=replace(config.model, dtype=dtype, max_model_len=context),
@@ -183,11 +192,29 @@ def activation_bytes(spec: ModelSpec, config: Config) -> int:
     return rows * row + min(rows, HEAD_TILE) * spec.vocab * 4
 
 
-def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_spec: KvSpec) -> Runner:
+def _make_store(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
     try:
-        store = provider.kv_store(kv_spec, _blocks(config))
+        store: KvStore = provider.kv_store(kv_spec, _blocks(config))
     except MemoryError as error:
         raise ConfigError(f"the memory for {_blocks(config)} KV blocks cannot be had: {error}", "num_kv_blocks") from error
+    return store
+
+
+def _make_keeper(config: Config, spec: ModelSpec, checkpoint: Checkpoint, kv: KvManager, store: KvStore, report: Report) -> KvKeeper | None:
+    """What keeps the prefix cache, if that is asked for, after it has loaded what it kept. Raises: ConfigError, CheckpointError."""
+    if config.kv.kv_cache_dir is None:
+        return None
+    with phase(report, "loading the kept KV cache"):
+        folder = check_folder(config.kv.kv_cache_dir)
+        identity = identity_of(config, spec, checkpoint_hash(checkpoint.files, folder), store.block_bytes)
+        keeper = KvKeeper(folder, config.kv.kv_cache_dir_bytes, identity, kv, store)
+        blocks = keeper.load()
+    if blocks:
+        report.note(f"KV cache: {blocks} blocks ({size(blocks * store.block_bytes)}) of earlier runs, from {keeper.path}")
+    return keeper
+
+
+def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, store: KvStore) -> Runner:
     try:
         return Runner(
             lambda batch, slots: provider.compile(model.fn, model.weights, model.spec, step=batch.arrays, slots=slots, kv=store),

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 Handle = Any
 
+# The version of the numeric contract (docs/decisions/0002). Raise it with every change by which a kernel gives other bits for the same
+# inputs: what is kept of computed numbers (K and V of the prefix cache) is told apart by it.
+NUMERIC_CONTRACT = 1
+
 
 class Ops(Protocol):
     """What a model file may call. Rounding to act happens only where said here (design: numeric contract)."""
@@ -152,6 +156,12 @@ class KvStore(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """K and V of all layers, bit for bit. Cost: 2 · block_bytes of memory traffic."""
+
+    def read_block(self, block: int) -> memoryview:
+        """A block's bytes, ``block_bytes`` of them; only until anything is written."""
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Fill a block with bytes that read_block gave, of this store or of one of the same kind and shape."""
 
 
 class Provider(Protocol):
