@@ -18,6 +18,7 @@ class ModelConfig:
     max_model_len: int | None = None  # tokens; None: what the model was made for
     generation_config: bool = True  # take the model's sampling defaults
     chat_template: str | None = None
+    enable_weight_cache: bool = True  # packed weights are kept on disk and mapped at the next start
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class KvConfig:
     enable_prefix_caching: bool = True
     kv_cache_dir: str | None = None  # where cached blocks are kept from one start to the next; None: nowhere
     kv_cache_dir_bytes: int = KEPT_BYTES  # that may lie there
+    kv_swap_bytes: int = 0  # of the tier that preempted requests' blocks may go to; 0: none
+    kv_swap_path: str | None = None  # a folder, or a file to be made, where the tier is kept; None: in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class SchedulerConfig:
     tenant_weights: tuple[tuple[str, float], ...] = ()  # fair: shares of tenants; 1 for those not named
     admission: str = "optimistic"  # optimistic: what fits now; predicted: what fits at the expected peak
     target_itl_ms: float | None = None  # milliseconds that a step may take while somebody decodes
+    preemption_mode: str = "auto"  # auto: what is faster; swap; recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from tests.checkpoints import make_tiny
 
 from octavo.bench import picture, runner
 from octavo.bench.outcome import Outcome, Spread, ratio
+from octavo.bench.page import BEGIN, END, rewrite
 from octavo.errors import ConfigError, UnsupportedError
 
 
@@ -36,6 +37,28 @@ def test_every_experiment_runs_and_writes_a_whole_result(name: str, tiny: str, t
     assert all(len(row) == len(found["columns"]) for row in found["table"])
     assert found["config"]["model"]["model"] == "tiny" and found["machine"]["threads"] >= 1 and found["octavo"] and found["data"]
     assert found["finding"] in capsys.readouterr().out
+
+
+def test_the_page_is_written_from_the_results_and_keeps_its_own_words(tmp_path: Path) -> None:
+    page, out = tmp_path / "docs" / "page.md", tmp_path / "docs" / "results"
+    out.mkdir(parents=True)
+    told = {"experiment": "prefix", "claim": "Prefixes are shared.", "finding": "3× as fast", "quick": False, "commit": "0123456789abcdef",
+            "changed": False,
+            "config": {"model": {"model": "m.gguf", "dtype": "bfloat16"}}, "machine": {"threads": 2, "cpu": "a CPU", "isa": "avx512"}}
+    (out / "prefix.json").write_text(json.dumps(told))
+    (out / "prefix.png").write_bytes(b"")
+    page.write_text(f"before\n{BEGIN}\nold figures\n{END}\nafter\n")
+    for _ in range(2):  # again and again
+        rewrite(page, out, runner.NAMES)
+        text = page.read_text()
+        assert text.startswith("before\n") and text.endswith("\nafter\n") and "old figures" not in text and text.count("3× as fast") == 1
+        assert "| Prefixes are shared. | `octavo bench experiments prefix` | 3× as fast. |" in text and "commit 012345678\n" not in text
+        assert "2 threads of a CPU, avx512; commit 012345678." in text and "![prefix](results/prefix.png)" in text
+    page.write_text("no marks")
+    with pytest.raises(ConfigError, match="marks"):
+        rewrite(page, out, runner.NAMES)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        rewrite(tmp_path / "nowhere.md", out, runner.NAMES)
 
 
 def test_unknown_names_and_repeats_are_refused(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ SEQS = 64
 FIRST_ID = 3  # of the token ids that prompts are made of: those before are often special
 
 T = TypeVar("T")
+Observe = Callable[[float, Mapping[str, Record]], None]
 
 
 class Clock:
@@ -83,8 +84,8 @@ class Arm:
         self.core = core
         self.clock = clock
 
-    def run(self, jobs: Sequence[Job], make: Callable[[str, Job], Request] | None = None) -> Run:
-        """Serve a load whose arrivals are seconds from now."""
+    def run(self, jobs: Sequence[Job], make: Callable[[str, Job], Request] | None = None, observe: Observe | None = None) -> Run:
+        """Serve a load whose arrivals are seconds from now. ``make`` and ``observe``: as drive() takes them."""
         began = self.clock()
         if began:
             jobs = [replace(job, arrival=job.arrival + began) for job in jobs]
@@ -92,7 +93,7 @@ class Arm:
         steps, rows, last = self.core.counters.steps, self.core.counters.tokens_planned, began
         total = 0.0
 
-        def observe(now: float) -> None:
+        def measure(now: float, records: Mapping[str, Record]) -> None:
             nonlocal last, total
             weight, last = now - last, now
             ledger = self.scheduler.kv.ledger()
@@ -101,9 +102,13 @@ class Arm:
             averages.resident += weight * len(self.scheduler.running)
             averages.allocated += weight * ledger.live / ledger.total
             averages.unique += weight * (ledger.live / ledger.logical if ledger.logical else 1.0)
+            for each in [r for r in self.scheduler.running if records[r.id].job.most is not None and r.num_output >= records[r.id].job.output]:
+                self.core.abort(each.id)  # it has found its end, as at a stop string
+            if observe is not None:
+                observe(now, records)
 
         with times:
-            records = drive(self.core, jobs, make or request, self.clock, self.clock.wait, observe=observe)
+            records = drive(self.core, jobs, make or request, self.clock, self.clock.wait, observe=measure)
         seconds = self.clock() - began
         for name in ("utilization", "resident", "allocated", "unique"):
             setattr(averages, name, getattr(averages, name) / total)
@@ -149,14 +154,15 @@ class Lab:
 
     def arm(
         self, *, kv: KvManager | None = None, num_kv_blocks: int | None = None, prefix_caching: bool = True,
-        admission: Sequence[AdmissionPredicate] = (), **settings: Any,
+        predicates: Sequence[AdmissionPredicate] = (), **settings: Any,
     ) -> Arm:
-        """A fresh engine. ``kv`` instead of a pool of its own with ``num_kv_blocks``; ``settings`` are SchedulerConfig's."""
+        """A fresh engine. ``kv`` instead of a pool of its own with ``num_kv_blocks``; ``predicates``: of
+        admission; ``settings`` are SchedulerConfig's."""
         config = replace(self._side.config.scheduler, **{"max_num_batched_tokens": 512, **settings})
         kv = kv or KvManager(num_kv_blocks or self.num_kv_blocks, prefix_caching=prefix_caching)
         assert kv.pool.num_blocks <= self.num_kv_blocks and config.max_num_batched_tokens <= EVERYTHING and config.max_num_seqs <= SEQS
         clock = Clock()
-        scheduler = Scheduler(config, kv, admission=admission)
+        scheduler = Scheduler(config, kv, admission=predicates)
         return Arm(scheduler, EngineCore(scheduler, self._side.core.executor, clock), clock)
 
     def ids(self, draw: random.Random, count: int) -> list[int]:
@@ -184,7 +190,7 @@ class Lab:
 
 
 def request(name: str, job: Job) -> Request:
-    """A job's request: it ends after exactly its output, since no token id ends it."""
+    """A job's request. No token id ends it, so it ends after exactly its output; if it asks for more (``most``), Arm.run ends it there."""
     return Request(
         name, list(job.prompt), job.params, len(job.prompt) + (job.output if job.most is None else job.most), seed=job.params.seed or 0,
         arrival=job.arrival, priority=job.priority, tenant=job.tenant,

@@ -33,9 +33,9 @@ def save(path: Path, title: str, draw: Callable[[Any, dict[str, Any]], None], da
 
     with matplotlib.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
         figure = Figure(figsize=(8, 4.4), dpi=110, layout="constrained")
-        lines = textwrap.wrap(title, 84)
+        lines = textwrap.wrap(title, 84, break_on_hyphens=False)
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11, fontweight="bold")
-        figure.supxlabel("\n".join(textwrap.wrap(note, 150)), x=0.01, ha="left", fontsize=7, color="#666666")
+        figure.supxlabel("\n".join(textwrap.wrap(note, 140)), x=0.01, ha="left", fontsize=7, color="#666666")
         draw(figure, data)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from octavo.bench import picture, result
 from octavo.bench.lab import Lab
 from octavo.bench.outcome import Outcome
+from octavo.bench.page import where_measured
 from octavo.engine.report import Report
 from octavo.errors import ConfigError
 
-NAMES = ("prefix",)
+NAMES = ("utilization", "batching", "prefix", "cache-cost", "sharing", "chunking", "fairness", "tight-pool", "sameness")
 
 
 class Experiment(Protocol):
@@ -73,14 +74,18 @@ def run(names: Sequence[str], model: str, out: Path, *, repeats: int, quick: boo
     _tell(f"results in {out}", indent=0)
 
 
+def redraw(out: Path, names: Sequence[str]) -> None:
+    """Draw the pictures of the results in a folder again. Raises: ConfigError, UnsupportedError."""
+    for name in names or NAMES:
+        find(name)
+        if (out / f"{name}.json").exists():
+            paint(out / f"{name}.json")
+
+
 def paint(path: Path) -> None:
     """Draw the picture that belongs to a result's JSON, beside it. Raises: UnsupportedError."""
     found = json.loads(path.read_text())
-    machine = found["machine"]
-    model = found["config"]["model"]
-    note = (f"{model['model']}, {model['dtype']}; {machine['threads']} threads of {machine['cpu']}, {machine['isa']}; "
-            f"commit {(found['commit'] or 'unknown')[:9]}{' with changes' if found['changed'] else ''}; "
-            f"{'quick run, ' if found['quick'] else ''}medians of {found['repeats']}, lines span lowest to highest; "
+    note = (f"{where_measured(found)}; {'quick run, ' if found['quick'] else ''}medians of {found['repeats']}, lines span lowest to highest; "
             f"octavo bench experiments {found['experiment']}")
     picture.save(path.with_suffix(".png"), found["finding"], find(found["experiment"]).draw, found["data"], note)
 

@@ -14,11 +14,15 @@ from pathlib import Path
 
 from octavo.config import Config
 from octavo.engine.console import LOGGER
+from octavo.engine.report import Report, phase
 from octavo.errors import ConfigError
 from octavo.kv.manager import KvManager
 from octavo.models.spec import ModelSpec
 from octavo.ops.table import NUMERIC_CONTRACT, KvStore
 from octavo.runner.kv_file import Identity, KvFile, KvFileError, write_kv_file
+from octavo.runner.memory import size
+from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.identity import checkpoint_hash
 
 PREFIX, SUFFIX = "kv-", ".octavo"
 ABANDONED = 3600.0  # seconds after which an unfinished file is nobody's
@@ -92,6 +96,20 @@ class KvKeeper:
             if total > self._most and path != self.path:
                 with suppress(FileNotFoundError):
                     path.unlink()
+
+
+def open_keeper(config: Config, spec: ModelSpec, checkpoint: Checkpoint, kv: KvManager, store: KvStore, report: Report) -> KvKeeper | None:
+    """What keeps the prefix cache, if that is asked for, once it has loaded what it kept. Raises: ConfigError, CheckpointError."""
+    if config.kv.kv_cache_dir is None:
+        return None
+    with phase(report, "loading the kept KV cache"):
+        folder = check_folder(config.kv.kv_cache_dir)
+        identity = identity_of(config, spec, checkpoint_hash(checkpoint.files, folder), store.block_bytes)
+        keeper = KvKeeper(folder, config.kv.kv_cache_dir_bytes, identity, kv, store)
+        blocks = keeper.load()
+    if blocks:
+        report.note(f"KV cache: {blocks} blocks ({size(blocks * store.block_bytes)}) of earlier runs, from {keeper.path}")
+    return keeper
 
 
 def check_folder(path: str) -> Path:
