@@ -29,6 +29,8 @@ class KvConfig:
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"  # auto: the compute dtype
     enable_prefix_caching: bool = True
+    kv_swap_bytes: int = 0  # of the tier that preempted requests' blocks may go to; 0: none
+    kv_swap_path: str | None = None  # a folder, or a file to be made, where the tier is kept; None: in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class SchedulerConfig:
     tenant_weights: tuple[tuple[str, float], ...] = ()  # fair: shares of tenants; 1 for those not named
     admission: str = "optimistic"  # optimistic: what fits now; predicted: what fits at the expected peak
     target_itl_ms: float | None = None  # milliseconds that a step may take while somebody decodes
+    preemption_mode: str = "auto"  # auto: what is faster; swap; recompute
 
 
 @dataclass(frozen=True, slots=True)

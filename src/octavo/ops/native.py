@@ -56,6 +56,14 @@ class NativeKvStore:
         blocks = self.blocks
         blocks[target] = blocks[source]
 
+    def read_block(self, block: int) -> memoryview:
+        """The block itself."""
+        return self.blocks[block].data
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Fill a block."""
+        self.blocks[block] = data
+
 
 class NativeProvider:
     """Weights in kernel order, and programs over them.
