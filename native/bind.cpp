@@ -256,8 +256,48 @@ PyObject *pool_probe(PyObject *o, PyObject *args) {
     PyEval_RestoreThread(state);
     return Py_BuildValue("Ld", (long long)probe.operations.load(), seconds.count());
 }
+
+// checksum(data): of a buffer, a mebibyte at a time on all threads, the results summed up in order.
+struct Checksum {
+    static constexpr int64_t CHUNK = 1 << 20;
+    Pool *pool;
+    const char *data;
+    int64_t bytes;
+    std::vector<uint64_t> found;
+};
+void checksum_share(void *arg, int thread) {
+    Checksum &c = *(Checksum *)arg;
+    const int64_t chunks = (int64_t)c.found.size(), threads = c.pool->threads();
+    for (int64_t i = chunks * thread / threads; i < chunks * (thread + 1) / threads; i++) {
+        const int64_t begin = i * Checksum::CHUNK, left = c.bytes - begin;
+        c.found[(size_t)i] = c.pool->kernels()->checksum(c.data + begin, left < Checksum::CHUNK ? left : Checksum::CHUNK);
+    }
+}
+PyObject *pool_checksum(PyObject *o, PyObject *args) {
+    unsigned long long address;
+    long long bytes;
+    if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return nullptr;
+    if (bytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "checksum: the number of bytes is negative");
+        return nullptr;
+    }
+    Checksum c{((PoolObject *)o)->pool, (const char *)address, bytes, {}};
+    try {
+        c.found.resize((size_t)((bytes + Checksum::CHUNK - 1) / Checksum::CHUNK));
+        c.pool->revive();
+    } catch (...) {
+        return raise_cpp();
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    c.pool->run(checksum_share, &c);
+    PyEval_RestoreThread(state);
+    uint64_t sum = (uint64_t)bytes;
+    for (uint64_t each : c.found) sum = (sum ^ each) * 0x9e3779b97f4a7c15u;
+    return PyLong_FromUnsignedLongLong(sum);
+}
 PyMethodDef pool_methods[] = {{"pack", pool_pack, METH_VARARGS, "pack(dst, panels, k, kp, f32, interleave, parts): weights into panels."},
                               {"exp", pool_exp, METH_VARARGS, "exp(dst, src, n): the exponential of the kernels, for tests."},
+                              {"checksum", pool_checksum, METH_VARARGS, "checksum(address, bytes): finds damage, at memory speed."},
                               {"probe", pool_probe, METH_VARARGS, "probe(address, bytes) or probe(0, rounds): (bytes or operations, seconds)."},
                               {nullptr, nullptr, 0, nullptr}};
 PyType_Slot pool_slots[] = {{Py_tp_new, (void *)pool_new},

@@ -39,5 +39,6 @@ static constexpr Kernels make(const char *name) {
             row_sum,
             exp_test,
             probe_products,
-            probe_read};
+            probe_read,
+            checksum};
 }

@@ -124,6 +124,7 @@ class Metrics(Collector):
         self._cache = {
             "block_size": str(config.kv.block_size), "cache_dtype": config.kv.kv_cache_dtype,
             "enable_prefix_caching": str(config.kv.enable_prefix_caching), "num_kv_blocks": str(config.kv.num_kv_blocks),
+            "kv_swap_bytes": str(config.kv.kv_swap_bytes),
         }
         named = [name for name, _ in config.scheduler.tenant_weights][: MOST_TENANTS - 1]
         self.tenants: dict[str, list[int]] = {name: [0, 0] for name in (NO_TENANT, *named)}  # label → prompt tokens, generated tokens
@@ -250,7 +251,10 @@ class Metrics(Collector):
         stats = self.stats
         gauges = {
             "num_requests_running": (self.running, "Sequences running."), "num_requests_waiting": (self.waiting, "Sequences in the queue."),
+            "num_requests_swapped": (min(stats.swapped, len(self._open)) if stats else 0, "Waiting sequences that have KV blocks in the swap tier."),
             "kv_cache_usage_perc": (kv_use(stats), "Part of the KV blocks in use: 1 is all."),
+            "cpu_cache_usage_perc": (
+                stats.tier_used / stats.tier_total if stats and stats.tier_total else 0.0, "Part of the swap tier's blocks in use: 1 is all."),
         }
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
@@ -262,7 +266,7 @@ class Metrics(Collector):
         yield info
         counters = {
             "num_preemptions": (stats.preemptions if stats else 0, "Times that a sequence lost its blocks to another."),
-            "recomputed_tokens": (stats.tokens_lost if stats else 0, "Computed tokens that preemptions threw away."),
+            "recomputed_tokens": (stats.tokens_recomputed if stats else 0, "Computed tokens that were computed once more, after a preemption."),
             "prompt_tokens": (self.prompt_tokens, "Prompt tokens, cached ones too."),
             "prompt_tokens_cached": (self.prompt_tokens_cached, "Prompt tokens that were not computed, as the prefix cache had them."),
             "prefix_cache_queries": (stats.cache_queries if stats else 0, "Prompt tokens looked up in the prefix cache."),
@@ -273,6 +277,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=names)
             counter.add_metric(values, value)
             yield counter
+        text = "KV blocks moved to the swap tier (out) and back (in)."
+        swapped = CounterMetricFamily(PREFIX + "swapped_blocks", text, labels=[*names, "direction"])
+        for direction, count in (("out", stats.blocks_out), ("in", stats.blocks_in)) if stats else (("out", 0), ("in", 0)):
+            swapped.add_metric([*values, direction], count)
+        yield swapped
         for place, (name, text) in enumerate((("prompt", "Prompt tokens computed, by tenant."), ("generation", "Tokens generated, by tenant."))):
             tokens = CounterMetricFamily(f"{PREFIX}tenant_{name}_tokens", text, labels=[*names, "tenant"])
             for tenant, counts in self.tenants.items():

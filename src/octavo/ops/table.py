@@ -153,6 +153,12 @@ class KvStore(Protocol):
     def copy_block(self, source: int, target: int) -> None:
         """K and V of all layers, bit for bit. Cost: 2 · block_bytes of memory traffic."""
 
+    def read_block(self, block: int) -> memoryview:
+        """A block's bytes, ``block_bytes`` of them; only until anything is written."""
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Fill a block with bytes that read_block gave, of this store or of one of the same kind and shape."""
+
 
 class Provider(Protocol):
     """Loads weights into its own format and binds models. Host tensors are numpy: float32, or uint16 holding bfloat16 bits."""

@@ -35,6 +35,15 @@ class TorchKvStore:
         """K and V of all layers."""
         self.data[target] = self.data[source]
 
+    def read_block(self, block: int) -> memoryview:
+        """The block's bytes in the host's memory."""
+        return memoryview(self.data[block].cpu().contiguous().view(torch.uint8).reshape(-1).numpy())
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Fill a block."""
+        held = torch.from_numpy(np.array(data, np.uint8)).view(self.data.dtype)
+        self.data[block] = held.reshape(self.data[block].shape).to(self.data.device)
+
 
 class TorchProvider:
     """Weights as torch tensors, programs as plain calls. ``dtype``: bfloat16 | float32, the compute dtype ("act")."""

@@ -12,9 +12,10 @@ from octavo.config import SchedulerConfig
 from octavo.core.output import LogprobRow
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
-from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
+from octavo.core.step import COPY, PlanItem, SlotInit, SlotResult, StepPlan, StepResult
 from octavo.engine.core import EngineCore
 from octavo.kv.manager import KvManager
+from octavo.kv.tier import SwapTier
 from octavo.observe.events import Admitted, Event, Preempted
 from octavo.scheduler.scheduler import Counters, Scheduler
 from octavo.simulate.executor import VirtualClock
@@ -88,12 +89,14 @@ class LinearCost:
 
 
 class LengthsExecutor:
-    """Ends each output at its length, and lets the clock pass. Implements engine.executor.Executor."""
+    """Ends each output at its length, and lets the clock pass: a step's ``cost``, and ``block_seconds`` for each block that is
+    moved out or in. Implements engine.executor.Executor."""
 
-    def __init__(self, lengths: dict[str, int], clock: VirtualClock, cost: Callable[[StepPlan], float]) -> None:
+    def __init__(self, lengths: dict[str, int], clock: VirtualClock, cost: Callable[[StepPlan], float], block_seconds: float = 0.0) -> None:
         self._lengths = lengths
         self._clock = clock
         self._cost = cost
+        self._block_seconds = block_seconds
         self._slots: dict[int, SlotInit] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -101,9 +104,10 @@ class LengthsExecutor:
         for item in plan.items:
             if item.init is not None:
                 self._slots[item.slot] = item.init
-        seconds = self._cost(plan)
+        swap = self._block_seconds * sum(move.kind != COPY for move in plan.moves)
+        seconds = swap + self._cost(plan)
         self._clock.advance(seconds)
-        return StepResult(plan.number, [SlotResult(i.slot, i.epoch, [self._token(i)] if i.sample else []) for i in plan.items], seconds)
+        return StepResult(plan.number, [SlotResult(i.slot, i.epoch, [self._token(i)] if i.sample else []) for i in plan.items], seconds, swap)
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -116,15 +120,16 @@ class LengthsExecutor:
 
 def simulate(
     jobs: Sequence[Job], config: SchedulerConfig, kv: KvManager, cost: Callable[[StepPlan], float], *,
-    observe: Callable[[Scheduler, float], None] | None = None,
+    observe: Callable[[Scheduler, float], None] | None = None, tier: SwapTier | None = None, block_seconds: float = 0.0,
 ) -> Outcome:
-    """Serve a load from its first arrival to its last end. ``observe`` sees scheduler and time after each step.
+    """Serve a load from its first arrival to its last end. ``observe`` sees scheduler and time after each step. ``tier``: where
+    victims' blocks may go, at ``block_seconds`` for each move.
 
     Raises: WorkerDied, AssertionError when the engine stops getting on.
     """
     clock = VirtualClock()
-    executor = LengthsExecutor({_name(place): job.output for place, job in enumerate(jobs)}, clock, cost)
-    scheduler = Scheduler(config, kv)
+    executor = LengthsExecutor({_name(place): job.output for place, job in enumerate(jobs)}, clock, cost, block_seconds)
+    scheduler = Scheduler(config, kv, tier=tier, block_seconds=block_seconds)
     core = EngineCore(scheduler, executor, clock)
     records = drive(core, jobs, _request, clock, clock.wait, observe=None if observe is None else lambda now, _: observe(scheduler, now))
     return Outcome(records, core.counters, clock.now)
@@ -144,10 +149,10 @@ def drive(
     records = {_name(place): Record(job) for place, job in enumerate(jobs)}
 
     def hear(event: Event, now: float) -> None:
-        record = records[event.request_id]
-        if isinstance(event, Admitted) and record.admitted is None:
+        record = records.get(event.request_id)
+        if isinstance(event, Admitted) and record is not None and record.admitted is None:
             record.admitted, record.cached = now, event.cached_tokens
-        elif isinstance(event, Preempted):
+        elif isinstance(event, Preempted) and record is not None:
             record.preemptions += 1
 
     coming = deque(sorted(records, key=lambda name: records[name].job.arrival))  # those of one moment in the order given
