@@ -57,8 +57,9 @@ def run(lab: Lab) -> Outcome:
             regret.append(max(ways[how] for how in hows) / min(ways.values()))
         rows.append([f"{length} tokens", *(Spread.of(values).text(".2f", " ms", 1e3) for values in by_arm.values())])
     longest = {name: statistics.median(values) for name, values in cost[lengths[-1]].items()}
-    finding = (f"Bringing {lengths[-1]} tokens back costs {1e3 * longest['recompute']:.0f} ms by computing, {1e3 * longest['swap, memory']:.1f} ms from memory, "
-               f"{1e3 * longest['swap, file']:.1f} ms from a file; the way chosen costs at most {max(regret):.2f}× the better one at any length")
+    finding = (f"Bringing {lengths[-1]} tokens back costs {1e3 * longest['recompute']:.0f} ms by computing, "
+               f"{1e3 * longest['swap, memory']:.1f} ms from memory, {1e3 * longest['swap, file']:.1f} ms from a file; "
+               f"the way chosen costs at most {max(regret):.2f}× the better one at any length")
     return Outcome(finding, ["context", *ARMS], rows, {"cost": cost, "chosen": chosen, "regret": regret})
 
 
@@ -70,10 +71,11 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
     lengths = [int(length) for length in data["cost"]]
     for name, colour in (("recompute", COLOURS[1]), ("swap, file", COLOURS[2]), ("swap, memory", COLOURS[0])):
         spreads = [Spread.of([1e3 * each for each in by_arm[name]]) for by_arm in data["cost"].values()]
-        axes.errorbar(lengths, [s.median for s in spreads], yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]], marker="o",
-                      capsize=3, color=colour, label=name)
+        ranges = [[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]]
+        axes.errorbar(lengths, [s.median for s in spreads], yerr=ranges, marker="o", capsize=3, color=colour, label=name)
         axes.annotate(name, (lengths[-1], spreads[-1].median), xytext=(8, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
     axes.set(xscale="log", yscale="log", xlabel="tokens of context to bring back", ylabel="cost of the preemption, ms")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
-    axes.margins(x=0.15)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.margins(x=0.22)
