@@ -7,7 +7,7 @@ import pytest
 from tests.checkpoints import make_tiny
 
 from octavo.bench import picture, runner
-from octavo.bench.outcome import Outcome, Spread, ratio
+from octavo.bench.outcome import Spread, ratio
 from octavo.bench.page import BEGIN, END, rewrite
 from octavo.errors import ConfigError, UnsupportedError
 
@@ -78,4 +78,3 @@ def test_spreads_and_ratios() -> None:
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert ratio([2.0, 9.0], [1.0, 3.0]) == Spread(2.5, 2.0, 3.0)
     assert Spread(0.5, 0.5, 0.5).text(".0f", " %", 100) == "50 %" and Spread(2, 1, 3).text(".1f", "×") == "2.0× (1.0 … 3.0)"
-    assert [line.split() for line in Outcome("", ["", "a"], [["x", "1"], ["yy", "22"]]).text().splitlines()][2:] == [["x", "1"], ["yy", "22"]]

@@ -20,7 +20,9 @@ from octavo.engine.core import EngineCore
 from octavo.engine.report import Report
 from octavo.engine.settings import make_config
 from octavo.kv.manager import KvManager
+from octavo.kv.tier import SwapTier
 from octavo.models import registry
+from octavo.runner.tier import TierMemory
 from octavo.scheduler.scheduler import AdmissionPredicate, Counters, Scheduler
 from octavo.simulate.drive import Job, Record, drive
 from octavo.weights import hub
@@ -130,6 +132,7 @@ class Lab:
         wanted = make_config(model, num_threads=num_threads, dtype=dtype, max_num_seqs=SEQS, max_num_batched_tokens=EVERYTHING)
         with open_checkpoint(hub.resolve(wanted.model.model, None, report.progress)) as checkpoint:
             self._side = factory.build_core(wanted, checkpoint, registry.read_spec(checkpoint), report)
+        self._runner: Any = self._side.core.executor
         self._run = 0
 
     def close(self) -> None:
@@ -152,18 +155,25 @@ class Lab:
         assert self._side.config.kv.num_kv_blocks is not None
         return self._side.config.kv.num_kv_blocks
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block."""
+        return self._side.ledger.kv // self.num_kv_blocks
+
     def arm(
-        self, *, kv: KvManager | None = None, num_kv_blocks: int | None = None, prefix_caching: bool = True,
+        self, *, kv: KvManager | None = None, num_kv_blocks: int | None = None, prefix_caching: bool = True, tier: TierMemory | None = None,
         predicates: Sequence[AdmissionPredicate] = (), **settings: Any,
     ) -> Arm:
-        """A fresh engine. ``kv`` instead of a pool of its own with ``num_kv_blocks``; ``predicates``: of
-        admission; ``settings`` are SchedulerConfig's."""
+        """A fresh engine. ``kv`` instead of a pool of its own with ``num_kv_blocks``; ``tier``: memory for swapped blocks,
+        the caller's to close; ``predicates``: of admission; ``settings`` are SchedulerConfig's."""
         config = replace(self._side.config.scheduler, **{"max_num_batched_tokens": 512, **settings})
         kv = kv or KvManager(num_kv_blocks or self.num_kv_blocks, prefix_caching=prefix_caching)
         assert kv.pool.num_blocks <= self.num_kv_blocks and config.max_num_batched_tokens <= EVERYTHING and config.max_num_seqs <= SEQS
-        clock = Clock()
-        scheduler = Scheduler(config, kv, admission=predicates)
-        return Arm(scheduler, EngineCore(scheduler, self._side.core.executor, clock), clock)
+        clock, runner = Clock(), self._runner
+        runner.tier = tier
+        slots, seconds = (None, 0.0) if tier is None else (SwapTier(tier.num_slots), runner.seconds_per_move())
+        scheduler = Scheduler(config, kv, admission=predicates, tier=slots, block_seconds=seconds)
+        return Arm(scheduler, EngineCore(scheduler, runner, clock), clock)
 
     def ids(self, draw: random.Random, count: int) -> list[int]:
         """Token ids for a prompt."""

@@ -92,7 +92,7 @@ NEUTRAL_OPTIONS: Table = {
 
 OTHERS = (  # of single commands
     "host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name", "workloads", "batch_size", "input_len", "output_len",
-    "rows", "context",
+    "rows", "context", "text", "tasks", "reference", "window",
 )
 
 Command = Callable[..., None]

@@ -251,7 +251,8 @@ def _weight_store(config: Config, checkpoint: Checkpoint, provider: Any) -> Pack
     cache = hub.cache_dir()
     with suppress(OSError):  # then nothing is remembered, and saving tells why
         cache.mkdir(parents=True, exist_ok=True)
-    return PackedStore(cache / "packed", checkpoint_hash(checkpoint.files, cache), provider.packing, LOGGER.warning)
+    packing = f"{provider.packing}, quantization {config.model.quantization}"
+    return PackedStore(cache / "packed", checkpoint_hash(checkpoint.files, cache), packing, LOGGER.warning)
 
 
 def activation_bytes(spec: ModelSpec, config: Config) -> int:

@@ -4,7 +4,7 @@ Claim: reserved KV memory is used to 20 to 38 %, paged to 96 %, which gives 2 to
 "Efficient Memory Management for Large Language Model Serving with PagedAttention", sections 3.1 and 6.
 Switched: how a request is given its KV memory, in a pool of the same bytes: blocks as it grows, or at admission one piece of the longest length
 that the load may have, of its prompt and its output rounded up to a power of two, or of exactly what it will need (which nobody knows), first fit.
-The load has the lengths of the ``mixed`` workload; prefix caching is off.
+The load has the lengths of the first half of the workload ``mixed``; prefix caching is off.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from typing import Any
 from octavo.bench.baselines import ContiguousKv, next_power_of_two
 from octavo.bench.lab import Lab, Run, jobs_of, lognormal
 from octavo.bench.outcome import Outcome, Spread, ratio
+from octavo.bench.workloads import WORKLOADS
 from octavo.kv.manager import KvManager
 
 ARMS = ("pages", "exact size", "power of two", "longest")
@@ -21,7 +22,9 @@ ARMS = ("pages", "exact size", "power of two", "longest")
 
 def run(lab: Lab) -> Outcome:
     """Serve the load in all four kinds of memory."""
-    lengths = lognormal(12, 3.6, 3.2, most_in=128, most_out=64) if lab.quick else lognormal(24, 5.0, 4.6)
+    mixed = WORKLOADS["mixed"](lambda count: [0] * count)
+    whole = [(len(prompt), out) for prompt, out in zip(mixed.prompts, mixed.outs, strict=True)]
+    lengths = lognormal(12, 3.6, 3.2, most_in=128, most_out=64) if lab.quick else whole[:32]
     longest = 192 if lab.quick else 1536
     blocks = 3 * longest // 16
     reservations: dict[str, Callable[[int, int], int]] = {
