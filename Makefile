@@ -1,6 +1,7 @@
 # On a fresh machine with Python 3.11+, a C++ compiler and a package index:
 #   make demo     sets everything up, gets the default model, serves it, shows one streamed answer
 #   make test     sets everything up, passes the tests
+#   make prove    measures what each mechanism is worth, and writes docs/experiments.md (half an hour on two cores)
 # Everything goes into .venv; PYTHON chooses the interpreter.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ MODEL  ?= smollm2
 PROMPT ?= Why is the sky blue?
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -type f -not -name '*.pyc' -not -name '_native*.so')
 
-.PHONY: demo test matrix lint wheel native clean
+.PHONY: demo test matrix prove lint wheel native clean
 
 demo: $(VENV)/.installed
 	$(BIN)/octavo pull $(MODEL)
@@ -23,6 +24,11 @@ test: $(VENV)/.test-extra
 matrix: $(VENV)/.test-extra
 	$(BIN)/octavo pull $(MODEL)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m matrix tests
+
+# Figures of a busy machine are worth little: let it be quiet.
+prove: $(VENV)/.bench-extra
+	$(BIN)/octavo pull $(MODEL)
+	$(BIN)/octavo bench experiments --model $(MODEL) --out docs/experiments --page docs/experiments.md
 
 lint: $(VENV)/.lint-extra
 	$(BIN)/ruff check src tests
@@ -59,6 +65,10 @@ $(VENV)/.test-extra: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/pip install -q "torch==2.13.0"
 	$(BIN)/pip install -q ".[test]"
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.bench-extra: $(VENV)/.installed
+	$(BIN)/pip install -q ".[bench]"
+	@touch $@
 
 # Linting reads the sources as they are and needs nothing compiled.
 $(VENV)/.lint-extra: $(VENV)/bin/python pyproject.toml

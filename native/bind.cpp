@@ -5,6 +5,8 @@
 #include <Python.h>
 #include <sys/mman.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -208,8 +210,95 @@ PyObject *pool_exp(PyObject *o, PyObject *args) {
         &v);
     Py_RETURN_NONE;
 }
+
+// What measurements are compared with (kernels/probe.h), on all threads at once.
+struct Probe {
+    Pool *pool;
+    const char *data;  // null: products
+    int64_t amount;    // bytes, or rounds
+    std::atomic<int64_t> operations{0};
+    std::atomic<uint64_t> sink{0};
+};
+void probe_share(void *arg, int thread) {
+    Probe &p = *(Probe *)arg;
+    const Kernels *k = p.pool->kernels();
+    k->enter();
+    if (p.data) {
+        const int64_t each = p.amount / p.pool->threads() / 64 * 64;
+        p.sink ^= k->probe_read(p.data + each * thread, each);
+        p.operations += each;
+    } else {
+        float registers[16] = {1};
+        p.operations += k->probe_products(p.amount, registers);
+    }
+    k->leave();
+}
+// probe(address, bytes): reads memory; probe(0, rounds): products in registers. Returns (bytes or operations, seconds).
+PyObject *pool_probe(PyObject *o, PyObject *args) {
+    unsigned long long address;
+    long long amount;
+    if (!PyArg_ParseTuple(args, "KL", &address, &amount)) return nullptr;
+    if (amount < 0) {
+        PyErr_SetString(PyExc_ValueError, "probe: the amount is negative");
+        return nullptr;
+    }
+    Probe probe;
+    probe.pool = ((PoolObject *)o)->pool, probe.data = (const char *)address, probe.amount = amount;
+    try {
+        probe.pool->revive();
+    } catch (...) {
+        return raise_cpp();
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    const auto began = std::chrono::steady_clock::now();
+    probe.pool->run(probe_share, &probe);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
+    PyEval_RestoreThread(state);
+    return Py_BuildValue("Ld", (long long)probe.operations.load(), seconds.count());
+}
+
+// checksum(data): of a buffer, a mebibyte at a time on all threads, the results summed up in order.
+struct Checksum {
+    static constexpr int64_t CHUNK = 1 << 20;
+    Pool *pool;
+    const char *data;
+    int64_t bytes;
+    std::vector<uint64_t> found;
+};
+void checksum_share(void *arg, int thread) {
+    Checksum &c = *(Checksum *)arg;
+    const int64_t chunks = (int64_t)c.found.size(), threads = c.pool->threads();
+    for (int64_t i = chunks * thread / threads; i < chunks * (thread + 1) / threads; i++) {
+        const int64_t begin = i * Checksum::CHUNK, left = c.bytes - begin;
+        c.found[(size_t)i] = c.pool->kernels()->checksum(c.data + begin, left < Checksum::CHUNK ? left : Checksum::CHUNK);
+    }
+}
+PyObject *pool_checksum(PyObject *o, PyObject *args) {
+    unsigned long long address;
+    long long bytes;
+    if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return nullptr;
+    if (bytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "checksum: the number of bytes is negative");
+        return nullptr;
+    }
+    Checksum c{((PoolObject *)o)->pool, (const char *)address, bytes, {}};
+    try {
+        c.found.resize((size_t)((bytes + Checksum::CHUNK - 1) / Checksum::CHUNK));
+        c.pool->revive();
+    } catch (...) {
+        return raise_cpp();
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    c.pool->run(checksum_share, &c);
+    PyEval_RestoreThread(state);
+    uint64_t sum = (uint64_t)bytes;
+    for (uint64_t each : c.found) sum = (sum ^ each) * 0x9e3779b97f4a7c15u;
+    return PyLong_FromUnsignedLongLong(sum);
+}
 PyMethodDef pool_methods[] = {{"pack", pool_pack, METH_VARARGS, "pack(dst, panels, k, kp, f32, interleave, parts): weights into panels."},
                               {"exp", pool_exp, METH_VARARGS, "exp(dst, src, n): the exponential of the kernels, for tests."},
+                              {"checksum", pool_checksum, METH_VARARGS, "checksum(address, bytes): finds damage, at memory speed."},
+                              {"probe", pool_probe, METH_VARARGS, "probe(address, bytes) or probe(0, rounds): (bytes or operations, seconds)."},
                               {nullptr, nullptr, 0, nullptr}};
 PyType_Slot pool_slots[] = {{Py_tp_new, (void *)pool_new},
                             {Py_tp_dealloc, (void *)pool_dealloc},
@@ -288,10 +377,10 @@ void program_dealloc(PyObject *o) {
 }
 PyObject *program_run(PyObject *o, PyObject *const *args, Py_ssize_t n) {
     auto *self = (ProgramObject *)o;
-    const long segment = n == 1 ? PyLong_AsLong(args[0]) : -1;
-    if (segment == -1 && PyErr_Occurred()) return nullptr;
-    if (segment != 0 && segment != 1) {
-        PyErr_SetString(PyExc_ValueError, "run(segment): 0 is forward, 1 is sample");
+    const long segments = n == 1 ? PyLong_AsLong(args[0]) : -1;
+    if (segments == -1 && PyErr_Occurred()) return nullptr;
+    if (segments < Program::FORWARD || segments > (Program::FORWARD | Program::SAMPLE)) {
+        PyErr_SetString(PyExc_ValueError, "run(segments): 1 is forward, 2 is sample, 3 is both");
         return nullptr;
     }
     if (self->busy) {
@@ -302,7 +391,7 @@ PyObject *program_run(PyObject *o, PyObject *const *args, Py_ssize_t n) {
         self->pool->pool->revive();
         self->busy = true;
         PyThreadState *state = PyEval_SaveThread();
-        std::string wrong = self->program->run((int)segment);
+        std::string wrong = self->program->run((int)segments);
         PyEval_RestoreThread(state);
         self->busy = false;
         if (!wrong.empty()) {
@@ -315,8 +404,28 @@ PyObject *program_run(PyObject *o, PyObject *const *args, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 PyObject *program_scratch(PyObject *o, void *) { return PyLong_FromSize_t(((ProgramObject *)o)->program->scratch_bytes()); }
-PyGetSetDef program_fields[] = {{"scratch_bytes", program_scratch, nullptr, "Scratch of all threads.", nullptr}, {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyMethodDef program_methods[] = {{"run", (PyCFunction)(void (*)(void))program_run, METH_FASTCALL, "run(segment): 0 forward, 1 sample; without the GIL."},
+PyObject *program_busy(PyObject *o, void *) { return PyLong_FromLongLong(((ProgramObject *)o)->program->busy_ns()); }
+PyObject *program_profile(PyObject *o, PyObject *args) {
+    auto *self = (ProgramObject *)o;
+    int on;
+    if (!PyArg_ParseTuple(args, "p", &on)) return nullptr;
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "the program is running");
+        return nullptr;
+    }
+    const std::vector<int64_t> times = self->program->profile(on != 0);
+    PyObject *list = PyList_New((Py_ssize_t)times.size());
+    for (size_t i = 0; list && i < times.size(); i++) {
+        PyObject *each = PyLong_FromLongLong(times[i]);
+        if (!each || PyList_SetItem(list, (Py_ssize_t)i, each) < 0) Py_CLEAR(list);
+    }
+    return list;
+}
+PyGetSetDef program_fields[] = {{"scratch_bytes", program_scratch, nullptr, "Scratch of all threads.", nullptr},
+                                {"busy_ns", program_busy, nullptr, "Nanoseconds spent in run() so far.", nullptr},
+                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMethodDef program_methods[] = {{"run", (PyCFunction)(void (*)(void))program_run, METH_FASTCALL, "run(segments): 1 forward, 2 sample, 3 both; without the GIL."},
+                                 {"profile", program_profile, METH_VARARGS, "profile(on): nanoseconds of every op since the last call; whether to go on."},
                                  {nullptr, nullptr, 0, nullptr}};
 PyType_Slot program_slots[] = {{Py_tp_new, (void *)program_new},
                                {Py_tp_dealloc, (void *)program_dealloc},

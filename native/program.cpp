@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -23,6 +24,8 @@ size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
     }
     return most;
 }
+
+int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::string at(const char *what, int64_t index, int64_t value, int64_t limit) {
     return std::string(what) + "[" + std::to_string(index) + "] is " + std::to_string(value) + ", outside 0 … " + std::to_string(limit - 1);
@@ -63,6 +66,7 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
     }
     zero_tail_.resize((size_t)b.cap_t);
     const int64_t tiles = b.cap_r / SAMPLE_ROWS + 1;
+    op_ns_.resize(segments_[0].size() + segments_[1].size());
     counters_.resize(segments_[0].size() + segments_[1].size() * (size_t)tiles);
     const size_t a = scratch_of(segments_[0], b.vocab), c = scratch_of(segments_[1], b.vocab);
     const size_t each = (size_t)pad((int64_t)(a > c ? a : c) + 64, 4096);
@@ -78,7 +82,7 @@ Program::~Program() { std::free(scratch_); }
 
 // What would make a kernel read or write outside its buffers. The runner guarantees all of it; this keeps a mistake
 // there from becoming a corrupted heap.
-std::string Program::check() const {
+std::string Program::check_forward() const {
     const Step &s = run_.step;
     const Bounds &b = bounds_;
     const int64_t T = run_.T, S = run_.S, R = run_.R;
@@ -86,12 +90,6 @@ std::string Program::check() const {
         return "header [T, S, R] is [" + std::to_string(T) + ", " + std::to_string(S) + ", " + std::to_string(R) + "], capacities are [" +
                std::to_string(b.cap_t) + ", " + std::to_string(b.cap_s) + ", " + std::to_string(b.cap_r) + "]";
     std::string wrong;
-    if (segment_ == 1) {
-        if (!(wrong = span("row_slot", s.row_slot, R, b.cap_s)).empty()) return wrong;
-        for (int64_t i = 0; i < R; i++)
-            if (s.row_target[i] >= b.vocab) return at("row_target", i, s.row_target[i], b.vocab);
-        return "";
-    }
     if (b.vocab && !(wrong = span("tokens", s.tokens, T, b.vocab)).empty()) return wrong;
     if (!(wrong = span("rows", s.rows, R, T)).empty()) return wrong;
     if (!b.group) return "";
@@ -162,22 +160,52 @@ void Program::plan_attention() {
     run_.zero_tail = zero_tail_.data();
 }
 
-std::string Program::run(int segment) {
+std::string Program::check_sample() const {
+    const Step &s = run_.step;
+    std::string wrong;
+    if (run_.R < 0 || run_.R > bounds_.cap_r) return at("header", 2, run_.R, bounds_.cap_r + 1);
+    if (!(wrong = span("row_slot", s.row_slot, run_.R, bounds_.cap_s)).empty()) return wrong;
+    for (int64_t i = 0; i < run_.R; i++)
+        if (s.row_target[i] >= bounds_.vocab) return at("row_target", i, s.row_target[i], bounds_.vocab);
+    return "";
+}
+
+std::string Program::run(int segments) {
+    const int64_t began = now_ns();
     const int32_t *header = run_.step.header;
     run_.T = header[0], run_.S = header[1], run_.R = header[2];
-    segment_ = segment;
-    std::string wrong = check();
-    if (!wrong.empty()) return wrong;
-    if (segment == 0) plan_attention();
+    running_ = segments;
+    std::string wrong;
+    if ((segments & FORWARD) && !(wrong = check_forward()).empty()) return wrong;
+    if ((segments & SAMPLE) && !(wrong = check_sample()).empty()) return wrong;
+    if (segments & FORWARD) plan_attention();
     memset(counters_.data(), 0, counters_.size() * sizeof(Counter));
+    marked_ns_ = began;
     pool_->run(job, this);
+    busy_ns_ += now_ns() - began;
     return "";
+}
+
+std::vector<int64_t> Program::profile(bool on) {
+    std::vector<int64_t> found(segments_[0].size() + segments_[1].size());
+    found.swap(op_ns_);
+    profiling_ = on;
+    return found;
+}
+
+// After the barrier behind an op: what has passed since the last one is its time, waiting included.
+void Program::mark(int thread, size_t op) {
+    if (!profiling_ || thread != 0) return;
+    const int64_t now = now_ns();
+    op_ns_[op] += now - marked_ns_;
+    marked_ns_ = now;
 }
 
 void Program::job(void *self, int thread) {
     Program *p = (Program *)self;
     p->run_.k->enter();
-    p->segment_ == 0 ? p->forward(thread) : p->sample(thread);
+    if (p->running_ & FORWARD) p->forward(thread);
+    if (p->running_ & SAMPLE) p->sample(thread);
     p->run_.k->leave();
 }
 
@@ -191,21 +219,23 @@ void Program::forward(int thread) {
         if (op.code == OP_NORM && (op.flags & FLAG_FUSED) && n <= FUSED_ROWS) continue;
         run_.k->op[op.code](op, run_, {thread, 0, n, &counters_[i].value});
         barrier.wait();
+        mark(thread, i);
     }
 }
 
 // Head and sampler, a tile of rows at a time: the logits of one tile are all that is ever held.
 void Program::sample(int thread) {
     Barrier &barrier = pool_->barrier();
-    size_t counter = 0;
+    size_t counter = segments_[0].size();
     for (int32_t row0 = 0; row0 < run_.R; row0 += SAMPLE_ROWS) {
         const int32_t n = run_.R - row0 < SAMPLE_ROWS ? run_.R - row0 : SAMPLE_ROWS;
-        for (const Op &recorded : segments_[1]) {
-            Op op = recorded;
+        for (size_t i = 0; i < segments_[1].size(); i++) {
+            Op op = segments_[1][i];
             if (op.code == OP_LINEAR) op.p[0] += (uint64_t)row0 * (uint64_t)op.n[1] * (op.flags & FLAG_F32 ? 4 : 2);
             // The logits' buffer holds one tile, so the head's rows count from its start; the sampler's are the step's.
             run_.k->op[op.code](op, run_, {thread, op.code == OP_LINEAR ? 0 : row0, n, &counters_[counter++].value});
             barrier.wait();
+            mark(thread, segments_[0].size() + i);
         }
     }
 }

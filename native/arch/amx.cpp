@@ -18,6 +18,8 @@ namespace {
 #include "../kernels/attention.h"
 #include "../kernels/pack.h"
 #include "../kernels/sampling.h"
+#include "../kernels/checksum.h"
+#include "../kernels/probe.h"
 #include "../kernels/table.h"
 constexpr Kernels table = make("amx");
 }  // namespace

@@ -17,6 +17,8 @@ namespace {
 #include "../kernels/attention.h"
 #include "../kernels/pack.h"
 #include "../kernels/sampling.h"
+#include "../kernels/checksum.h"
+#include "../kernels/probe.h"
 #include "../kernels/table.h"
 constexpr Kernels table = make("generic");
 }  // namespace

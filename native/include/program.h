@@ -1,4 +1,4 @@
-// A recorded model: two lists of ops and what they are bound to. Replayed by one call per segment.
+// A recorded model: two lists of ops (segments) and what they are bound to. Replayed by one call per step, or per segment.
 #pragma once
 #include <string>
 #include <vector>
@@ -20,28 +20,37 @@ static_assert(sizeof(Bounds) == 96, "ops/native.py packs this layout");
 
 class Program {
 public:
+    enum Segment { FORWARD = 1, SAMPLE = 2 };
     Program(Pool *pool, const Bounds &bounds, const uint64_t *step, const uint64_t *slots, std::vector<Op> forward, std::vector<Op> sample);
     ~Program();
-    // Returns an empty string, or what is wrong with the step's numbers; then nothing ran.
-    std::string run(int segment);
+    // Replays segments (FORWARD | SAMPLE). Returns an empty string, or what is wrong with the step's numbers; then nothing ran.
+    std::string run(int segments);
     // Scratch of all threads, and room for partial results; pages count when they are touched.
     size_t scratch_bytes() const { return scratch_bytes_ + partials_bytes_; }
+    int64_t busy_ns() const { return busy_ns_; }  // spent in run() so far
+    // Measures each op from now on, or no longer. Returns the nanoseconds of every op (forward's, then sample's) since the last call.
+    std::vector<int64_t> profile(bool on);
 
 private:
-    std::string check() const;
+    std::string check_forward() const;
+    std::string check_sample() const;
     void plan_attention();
     int64_t cost_of(int64_t rows, int64_t last) const;
     void add_tile(int32_t seq, int32_t row, int64_t rows, int64_t last, int64_t target);
     static void job(void *self, int thread);
     void forward(int thread);
     void sample(int thread);
+    void mark(int thread, size_t op);
     int32_t rows(const Op &op) const { return op.n[0] == ROWS_T ? run_.T : run_.R; }
 
     Pool *pool_;
     Bounds bounds_;
     Run run_;
     std::vector<Op> segments_[2];
-    int segment_ = 0;
+    int running_ = 0;  // segments of the run
+    int64_t busy_ns_ = 0, marked_ns_ = 0;
+    bool profiling_ = false;
+    std::vector<int64_t> op_ns_;
     int64_t kv_heads_ = 0, head_pad_ = 0;  // of the attention ops
     std::vector<Tile> tiles_;
     std::vector<Split> splits_;

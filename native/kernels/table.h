@@ -51,5 +51,8 @@ static constexpr Kernels make(const char *name) {
             row_edit,
             row_weights,
             row_sum,
-            exp_test};
+            exp_test,
+            probe_products,
+            probe_read,
+            checksum};
 }

@@ -18,6 +18,7 @@ class ModelConfig:
     max_model_len: int | None = None  # tokens; None: what the model was made for
     generation_config: bool = True  # take the model's sampling defaults
     chat_template: str | None = None
+    enable_weight_cache: bool = True  # packed weights are kept on disk and mapped at the next start
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class KvConfig:
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"  # auto (the compute dtype), or one of KV_BITS
     enable_prefix_caching: bool = True
+    kv_swap_bytes: int = 0  # of the tier that preempted requests' blocks may go to; 0: none
+    kv_swap_path: str | None = None  # a folder, or a file to be made, where the tier is kept; None: in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class SchedulerConfig:
     tenant_weights: tuple[tuple[str, float], ...] = ()  # fair: shares of tenants; 1 for those not named
     admission: str = "optimistic"  # optimistic: what fits now; predicted: what fits at the expected peak
     target_itl_ms: float | None = None  # milliseconds that a step may take while somebody decodes
+    preemption_mode: str = "auto"  # auto: what is faster; swap; recompute
 
 
 @dataclass(frozen=True, slots=True)

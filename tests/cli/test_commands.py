@@ -14,7 +14,7 @@ from tests.cli.conftest import Octavo
 
 def test_help_and_version_are_there_and_light(octavo: Octavo) -> None:
     done = octavo("--help")
-    assert done.returncode == 0 and all(name in done.stdout for name in ("serve", "chat", "generate", "inspect", "pull"))
+    assert done.returncode == 0 and all(name in done.stdout for name in ("serve", "chat", "generate", "inspect", "pull", "bench"))
     import octavo as package
 
     assert octavo("--version").stdout == f"octavo {package.__version__}\n"

@@ -90,6 +90,10 @@ class Watcher:
     def ended(self, sequence: str, reason: str, now: float) -> None:
         self.heard.append(("ended", sequence, reason))
 
+    def first_tokens(self, count: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.heard.append(("first", count))
+
 
 Scene = Callable[[AsyncLLM, Engine], Coroutine[Any, Any, None]]
 
@@ -523,8 +527,41 @@ def test_listeners_hear_everything_once_and_cannot_break_it(caplog: pytest.LogCa
         await second.aclose()
         await read(first)
         assert watcher.heard == [("arrived", [a], 2), ("arrived", [b, c], 3), ("batch", [a, b]), ("ended", a, "length"),
-                                 *sorted([("ended", b, "abort"), ("ended", c, "abort")], key=lambda h: watcher.heard.index(h))]
+                                 *sorted([("ended", b, "abort"), ("ended", c, "abort")], key=lambda h: watcher.heard.index(h)), ("first", 1)]
         assert llm.stats is stats and llm.num_running == 3
+
+    play(scene)
+
+
+def test_first_tokens_are_told_when_their_reader_has_dealt_with_them() -> None:
+    async def scene(llm: AsyncLLM, engine: Engine) -> None:
+        watcher = Watcher()
+        llm.listeners.append(watcher)
+
+        def told() -> list[int]:
+            return [what[1] for what in watcher.heard if what[0] == "first"]
+
+        news = llm.generate(prompt(), SamplingParams(n=3))
+        a, b, c = engine.ids
+        engine.step(Delta(a, [ord("x")]), Delta(b, [ord("x")]))
+        engine.step(Delta(a, [ord("y")]))
+        await anext(news)
+        assert told() == []
+        waiting = asyncio.ensure_future(anext(news))
+        await turn()
+        assert told() == [2], "it has come back for more"
+        engine.step(Delta(a, [ord("z")], finish_reason="stop"), Delta(b, [ord("z")], finish_reason="stop"))
+        await waiting
+        engine.step(Delta(c, [ord("x")], finish_reason="stop"))
+        await anext(news)
+        assert told() == [2]
+        await news.aclose()
+        assert told() == [2, 1], "it left, and had them"
+
+        unread = llm.generate(prompt(), SamplingParams())
+        engine.step(Delta(engine.ids[-1], [ord("x")]))
+        await unread.aclose()
+        assert told() == [2, 1], "nobody had it"
 
     play(scene)
 

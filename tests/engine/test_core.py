@@ -30,8 +30,8 @@ class Faulty:
         self.down += 1
 
 
-def raising(error: BaseException) -> Callable[[StepPlan], StepResult]:
-    def fault(plan: StepPlan) -> StepResult:
+def raising(error: BaseException) -> Callable[..., StepResult]:
+    def fault(*_: object) -> StepResult:
         raise error
 
     return fault

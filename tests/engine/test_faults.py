@@ -283,3 +283,44 @@ def test_a_pool_that_cannot_be_had_blames_the_pool(beyond: str, monkeypatch: pyt
     with pytest.raises(ConfigError) as caught:
         LLM(beyond, backend="torch", **SETTINGS)
     assert caught.value.param == "max_num_batched_tokens"
+
+
+# -- the swap tier's disk
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_a_disk_that_fails_loses_nobody(beyond: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+                                        call: str) -> None:
+    """The disk is full, or cannot be read, in the middle of a run: the same answers, and one warning."""
+    settings = SETTINGS | {"backend": here("native"), "enable_prefix_caching": False}
+    prompts = [{"prompt_token_ids": [3 + place] * (10 + 5 * place)} for place in range(8)]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True, logprobs=1)
+    with LLM(beyond, **settings) as llm:
+        expected = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+    tight = settings | {"num_kv_blocks": 8, "kv_swap_bytes": 1 << 20, "kv_swap_path": str(tmp_path), "preemption_mode": "swap"}
+    with LLM(beyond, **tight) as llm:
+        real = getattr(os, call)
+
+        def failing(*given: Any) -> int:
+            if llm.preemption_stats.blocks_out > 3:
+                raise OSError(28, "No space left on device")
+            return int(real(*given))
+
+        monkeypatch.setattr(os, call, failing)
+        got = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+        stats = llm.preemption_stats
+    assert [(o.token_ids, o.logprobs) for o in got] == [(o.token_ids, o.logprobs) for o in expected]
+    assert stats.blocks_out > 3 and stats.tier_used == 0 and stats.tokens_recomputed > 0
+    assert [r.levelname for r in caplog.records if "No space left" in r.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize(("settings", "name", "words"), [
+    ({"kv_swap_bytes": 100}, "kv_swap_bytes", "kv_swap_bytes is 100; one block of 16 tokens takes"),
+    ({"kv_swap_bytes": 2**50}, "kv_swap_bytes", "swap tier of 1048576.00 GiB"),
+    ({"kv_swap_bytes": 2**20, "kv_swap_path": "/proc/octavo"}, "kv_swap_path", "no swap file can be made at '/proc/octavo'"),
+    ({"kv_swap_bytes": 2**60, "kv_swap_path": "."}, "kv_swap_path", "cannot be made at '.', where .* are free"),
+])
+def test_a_tier_that_cannot_be_is_told_at_the_start(beyond: str, settings: dict[str, Any], name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        LLM(beyond, **SETTINGS, backend=here("native"), **settings)
+    assert caught.value.param == name

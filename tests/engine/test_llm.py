@@ -407,25 +407,23 @@ def idle(llm: LLM) -> None:
 
 
 def test_an_interrupt_takes_back_what_was_asked(llm: LLM) -> None:
-    program = llm._engine.core._executor._program
-    forward, calls = program.forward, []
+    program = llm._engine.core.executor._program
+    run_step, calls = program.run, []
 
     class Interrupting:
-        def forward(self) -> None:
+        def run(self) -> None:
             calls.append(0)
-            forward()
+            run_step()
             if len(calls) == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        sample = program.sample
-
     want = ids(run(llm, PROMPTS, GREEDY))
-    llm._engine.core._executor._program = Interrupting()
+    llm._engine.core.executor._program = Interrupting()
     try:
         with pytest.raises(KeyboardInterrupt):
             run(llm, PROMPTS, GREEDY)
     finally:
-        llm._engine.core._executor._program = program
+        llm._engine.core.executor._program = program
     assert len(calls) == 3 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     idle(llm)
     assert ids(run(llm, PROMPTS, GREEDY)) == want
@@ -465,7 +463,7 @@ def test_a_broken_step_is_worker_died(folder: str) -> None:
     def broken() -> None:
         raise ZeroDivisionError("a kernel")
 
-    llm._engine.core._executor._program.forward = broken
+    llm._engine.core.executor._program.run = broken
     with pytest.raises(WorkerDied, match="ZeroDivisionError: a kernel") as caught:
         run(llm, PROMPTS, GREEDY)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -481,7 +479,7 @@ def test_shutdown_gives_everything_back(folder: str) -> None:
     for backend in ("torch", "native") if native_is_here() else ("torch",):
         llm = make(folder, backend)
         run(llm, PROMPTS, GREEDY)
-        program, store = (weakref.ref(getattr(llm._engine.core._executor, name)) for name in ("_program", "_kv"))
+        program, store = (weakref.ref(getattr(llm._engine.core.executor, name)) for name in ("_program", "_kv"))
         llm.shutdown()
         gc.collect()
         assert program() is None and store() is None and llm is not None

@@ -85,7 +85,7 @@ def test_torchs_names_of_types() -> None:
 
 VLLM: dict[str, Any] = {
     "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpu_memory_utilization": 0.9, "trust_remote_code": True, "enforce_eager": True,
-    "swap_space": 4, "tokenizer_mode": "auto", "skip_tokenizer_init": False, "disable_log_stats": True, "device": "cpu", "load_format": "auto",
+    "tokenizer_mode": "auto", "skip_tokenizer_init": False, "disable_log_stats": True, "device": "cpu", "load_format": "auto",
     "enable_chunked_prefill": True, "enable_lora": False, "hf_overrides": {}, "compilation_config": {"level": 3},
     "distributed_executor_backend": None,
     "cpu_offload_gb": 0, "limit_mm_per_prompt": {}, "max_seq_len_to_capture": 8192, "served_model_name": ["a"], "task": "generate",
@@ -103,7 +103,7 @@ def test_vllms_other_settings_with_values_that_ask_for_nothing() -> None:
     ("gpu_memory_utilization", "all", "a number"), ("gpu_memory_utilization", float("nan"), "a number"), ("device", "cuda", "'cpu'"),
     ("enable_chunked_prefill", False, "max_num_batched_tokens"), ("load_format", "pt", "'auto' is"), ("skip_tokenizer_init", True, "False is"),
     ("num_gpu_blocks_override", 9, "num_kv_blocks"), ("enable_lora", True, "merge"), ("hf_overrides", {"a": 1}, "config.json"),
-    ("trust_remote_code", "yes", "True and False"), ("download_dir", "/x", "HF_HOME"), ("swap_space", -1, "a number of GiB"),
+    ("trust_remote_code", "yes", "True and False"), ("download_dir", "/x", "HF_HOME"),
 ])
 def test_vllms_other_settings_that_ask_for_something(name: str, value: Any, works: str) -> None:
     with pytest.raises(UnsupportedError, match=f"^{name}=.* is not served: .*{works}") as caught:
@@ -118,6 +118,28 @@ def test_an_unknown_setting_is_named_with_the_nearest_known_one(name: str, near:
     with pytest.raises(ConfigError) as caught:
         make_config("m", **{name: 1})
     assert caught.value.param == name and caught.value.message == f"there is no setting {name}{f': did you mean {near}?' if near else ''}"
+
+
+def test_the_swap_tier() -> None:
+    assert make_config("m").kv.kv_swap_bytes == make_config("m", swap_space=0).kv.kv_swap_bytes == 0
+    assert make_config("m", swap_space=0.5).kv.kv_swap_bytes == 2**29
+    config = make_config("m", kv_swap_bytes=4096, kv_swap_path=Path("a") / "b", preemption_mode="swap")
+    assert (config.kv.kv_swap_bytes, config.kv.kv_swap_path, config.scheduler.preemption_mode) == (4096, "a/b", "swap")
+    assert make_config("m").scheduler.preemption_mode == "auto"
+
+
+@pytest.mark.parametrize(("settings", "name", "words"), [
+    ({"kv_swap_bytes": -1}, "kv_swap_bytes", "between 0 and"), ({"kv_swap_bytes": "2G"}, "kv_swap_bytes", "'2G'"),
+    ({"swap_space": -1}, "swap_space", "a number of GiB"), ({"swap_space": float("nan")}, "swap_space", "nan"),
+    ({"kv_swap_bytes": 5, "swap_space": 2}, "kv_swap_bytes", r"\(5\) and swap_space \(2 GiB\)"),
+    ({"kv_swap_path": "/x"}, "kv_swap_path", "kv_swap_bytes is 0"), ({"kv_swap_path": "", "kv_swap_bytes": 5}, "kv_swap_path", "not ''"),
+    ({"preemption_mode": "swap"}, "preemption_mode", "kv_swap_bytes is 0"),
+    ({"preemption_mode": "both"}, "preemption_mode", "auto or swap or recompute"),
+])
+def test_impossible_swap_tiers(settings: dict[str, Any], name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_config("m", **settings)
+    assert caught.value.param == name
 
 
 def test_only_one_pool_size() -> None:

@@ -1,7 +1,8 @@
 """Row purity: bitwise the same tokens and log-probabilities, however the work is cut.
 
 Axes: alone or all at once × chunk budget × pool (roomy, or so small that requests are preempted) × threads × instruction
-set × prefix cache (off, cold, warm, partial). `make test` runs sets in which every pair of values of two axes occurs; `make matrix` runs everything.
+set × prefix cache (off, cold, warm, partial) × what becomes of a preempted request's blocks (computed again, or swapped to memory or a file).
+`make test` runs sets in which every pair of values of two axes occurs; `make matrix` runs everything.
 """
 
 import itertools
@@ -39,7 +40,7 @@ def run(isa: str, job: dict[str, Any], folder: Path, prefix: list[str] | None = 
 def pairwise(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """Cells in which every pair of values of two axes occurs: greedily the cell that covers most of what is left."""
     names = list(axes)
-    cells = [dict(zip(names, values)) for values in itertools.product(*axes.values())]
+    cells = every(axes)
 
     def pairs(cell: dict[str, Any]) -> set[Any]:
         return set(itertools.combinations(((n, repr(cell[n])) for n in names), 2))
@@ -53,6 +54,12 @@ def pairwise(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return chosen
 
 
+def every(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """All cells, but those that swap while nothing is preempted."""
+    cells = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+    return [cell for cell in cells if cell["swap"] == "recompute" or (cell["tight"] and not cell["alone"])]
+
+
 def check(model: str, cells: list[dict[str, Any]], folder: Path, **job: Any) -> None:
     """Every cell answers as the first one does; cells with a small pool did preempt."""
     by_isa: dict[str, list[dict[str, Any]]] = {}
@@ -64,6 +71,9 @@ def check(model: str, cells: list[dict[str, Any]], folder: Path, **job: Any) -> 
         for cell, got in zip(mine, found["cells"]):
             if cell["tight"] and not cell["alone"]:
                 assert got["preemptions"] > 0, f"no preemption was forced in {cell}"
+            out, back = got["swapped"]
+            assert (out > 0) == (cell["swap"] != "recompute"), f"{out} blocks were swapped out in {cell}"
+            assert back <= out and (back > 0 or out == 0 or cell["cache"] != "off"), f"{back} blocks came back in {cell}"
             if cell["cache"] == "off" or not cell["tight"]:  # cold: some of the prompts begin alike
                 assert (got["hits"] > 0) == (cell["cache"] != "off"), f"{got['hits']} cached tokens in {cell}"
             if first is None:
@@ -74,7 +84,7 @@ def check(model: str, cells: list[dict[str, Any]], folder: Path, **job: Any) -> 
 
 
 def cells_of(axes: dict[str, list[Any]], blocks: dict[bool, int], whole: bool) -> list[dict[str, Any]]:
-    chosen = [dict(zip(axes, v)) for v in itertools.product(*axes.values())] if whole else pairwise(axes)
+    chosen = every(axes) if whole else pairwise(axes)
     return [{**cell, "blocks": blocks[cell["tight"]]} for cell in chosen]
 
 
@@ -84,7 +94,7 @@ REAL = {"count": 8, "max_prompt": 60, "max_tokens": 12, "max_model_len": 96}
 
 def axes_of(budgets: list[int], threads: list[int]) -> dict[str, list[Any]]:
     return {"isa": instruction_sets(), "alone": [False, True], "budget": budgets, "tight": [False, True], "threads": threads,
-            "cache": ["off", "cold", "warm", "partial"]}
+            "cache": ["off", "cold", "warm", "partial"], "swap": ["recompute", "memory", "file"]}
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +116,12 @@ def test_tiny_pairwise(tiny_model: str, tmp_path: Path, dtype: str, kv: str) -> 
 def test_smollm2_some(smollm2: str, tmp_path: Path) -> None:
     isas = instruction_sets()
     cells = [
-        {"isa": isas[-1], "alone": False, "budget": 2048, "tight": False, "threads": 2, "blocks": 256, "cache": "off"},
-        {"isa": isas[-1], "alone": True, "budget": 16, "tight": False, "threads": 1, "blocks": 256, "cache": "warm"},
-        {"isa": isas[-1], "alone": False, "budget": 64, "tight": True, "threads": 3, "blocks": 7, "cache": "cold"},
-        {"isa": isas[-1], "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256, "cache": "partial"},
-        *({"isa": isa, "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256, "cache": "warm"} for isa in isas[:-1]),
+        {"isa": isas[-1], "alone": False, "budget": 2048, "tight": False, "threads": 2, "blocks": 256, "swap": "recompute", "cache": "off"},
+        {"isa": isas[-1], "alone": True, "budget": 16, "tight": False, "threads": 1, "blocks": 256, "swap": "recompute", "cache": "warm"},
+        {"isa": isas[-1], "alone": False, "budget": 64, "tight": True, "threads": 3, "blocks": 7, "swap": "file", "cache": "cold"},
+        {"isa": isas[-1], "alone": False, "budget": 64, "tight": False, "threads": 2, "blocks": 256, "swap": "recompute", "cache": "partial"},
+        *({"isa": isa, "alone": False, "budget": 64, "tight": False, "threads": 2,
+           "blocks": 256, "swap": "recompute", "cache": "warm"} for isa in isas[:-1]),
     ]
     check(smollm2, cells, tmp_path, dtype="bfloat16", **REAL)
 
@@ -139,6 +150,6 @@ def test_generic_on_an_old_cpu(tiny_model: str, tmp_path: Path) -> None:
     if emulator is None:
         pytest.skip("qemu-x86_64 is not installed (Debian: qemu-user)")
     job = {"model": tiny_model, "dtype": "bfloat16", "count": 6, "max_prompt": 40, "max_tokens": 6, "max_model_len": 64,
-           "cells": [{"alone": False, "budget": 64, "blocks": 64, "threads": 1, "cache": "cold"}]}
+           "cells": [{"alone": False, "budget": 64, "blocks": 64, "threads": 1, "cache": "cold", "swap": "recompute"}]}
     here, there = run("generic", job, tmp_path), run("generic", job, tmp_path, [emulator, "-cpu", "Nehalem"])
     assert here == there

@@ -2,17 +2,27 @@
 
     OCTAVO_ISA=… python worker.py JOB.json OUT.json
 
-JOB: {"model", "count", "max_prompt", "max_tokens", "dtype", "kv_cache_dtype", "cells": [{"alone", "budget", "blocks", "threads", "cache"}, …]}.
-OUT: {"isa", "cells": [{"answers", "preemptions", "hits"}, …]}.
+JOB: {"model", "count", "max_prompt", "max_tokens", "dtype", "kv_cache_dtype",
+      "cells": [{"alone", "budget", "blocks", "threads", "cache", "swap"}, …]}.
+OUT: {"isa", "cells": [{"answers", "preemptions", "swapped": blocks out and in, "hits"}, …]}.
 
 cache: off; cold; warm (everything was asked before); partial (the first half of each prompt, and of those with few tokens none, was).
+swap: recompute; memory; file: what is forced upon preempted requests.
 """
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+SWAP = {
+    "recompute": {},
+    "memory": {"kv_swap_bytes": 64 << 20, "preemption_mode": "swap"},
+    "file": {"kv_swap_bytes": 64 << 20, "preemption_mode": "swap", "kv_swap_path": tempfile.gettempdir()},
+}
 
 
 def main() -> None:
@@ -24,8 +34,8 @@ def main() -> None:
     out = []
     for cell in job["cells"]:
         with LLM(job["model"], dtype=job["dtype"], kv_cache_dtype=job.get("kv_cache_dtype", "auto"),
-                 max_model_len=job["max_model_len"], max_num_seqs=cell.get("seqs", 64), max_num_batched_tokens=cell["budget"], num_kv_blocks=cell["blocks"], num_threads=cell["threads"],
-                 enable_prefix_caching=cell["cache"] != "off") as llm:
+                 max_model_len=job["max_model_len"], max_num_seqs=cell.get("seqs", 64), max_num_batched_tokens=cell["budget"],
+                 num_kv_blocks=cell["blocks"], num_threads=cell["threads"], enable_prefix_caching=cell["cache"] != "off", **SWAP[cell["swap"]]) as llm:
             wanted = workload.requests(llm.vocab_size, job["count"], job["max_prompt"], job["max_tokens"])
             if cell["cache"] == "warm":
                 workload.answers(llm, wanted, False)
@@ -33,7 +43,8 @@ def main() -> None:
                 workload.answers(llm, [(prompt[: len(prompt) // 2 + 1], {"max_tokens": 1}) for prompt, _ in wanted], False)
             _, before = llm.prefix_cache_stats
             answers = workload.answers(llm, wanted, cell["alone"])
-            out.append({"answers": answers, "preemptions": llm.num_preemptions, "hits": llm.prefix_cache_stats[1] - before})
+            lost, hits = llm.preemption_stats, llm.prefix_cache_stats[1] - before
+            out.append({"answers": answers, "preemptions": lost.preemptions, "swapped": [lost.blocks_out, lost.blocks_in], "hits": hits})
             chosen = llm.instruction_set
     Path(sys.argv[2]).write_text(json.dumps({"isa": chosen, "cells": out}))
 

@@ -44,6 +44,7 @@ def test_the_times_of_one_sequence() -> None:
     metrics.arrived(["a"], 7, SamplingParams(n=1), 100.0)
     metrics.batch(step(100.25, 100.5, 7, [], [Admitted("a", 0, 0, False)]), 100.5)  # a first chunk: no token yet
     metrics.batch(step(100.5, 101.0, 3, [Delta("a", [5])]), 101.125)  # told an eighth of a second later
+    metrics.first_tokens(1, 1.125)
     metrics.batch(step(101.0, 101.25, 1, [Delta("a", [6])]), 101.25)
     metrics.batch(step(101.25, 101.75, 1, [Delta("a", [7], finish_reason="length")]), 101.75)
     assert metrics.num_open == 1
@@ -72,12 +73,15 @@ def test_gauges_counters_and_info() -> None:
     metrics.arrived([str(place) for place in range(7)], 4, SamplingParams(n=7), 0.0)
     stats = EngineStats(
         running=3, waiting=4, kv_total=40, kv_free=6, preemptions=5, tokens_lost=77, kv_cached=4, kv_shared=7, kv_logical=50, kv_reserved_slots=48,
-        cache_queries=90, cache_hits=32,
+        cache_queries=90, cache_hits=32, tokens_recomputed=61, blocks_out=9, blocks_in=8, tier_total=40, tier_used=10, swapped=2,
     )
     metrics.batch(step(1, 2, 0, [], [Preempted("a", "b needs 1 block", 70, 4)], stats), 2)
     got = samples(metrics)
     assert (got["num_requests_running"], got["num_requests_waiting"], got["kv_cache_usage_perc"]) == (3, 4, 0.75)
-    assert (got["num_preemptions_total"], got["recomputed_tokens_total"]) == (5, 77)
+    assert (got["num_preemptions_total"], got["recomputed_tokens_total"]) == (5, 61)
+    assert [got[f"swapped_blocks_total{{direction={direction}}}"] for direction in ("out", "in")] == [9, 8]
+    assert (got["cpu_cache_usage_perc"], got["num_requests_swapped"]) == (0.25, 2)
+    assert before["cpu_cache_usage_perc"] == before["swapped_blocks_total{direction=out}"] == 0
     assert [got[f"kv_blocks{{state={state}}}"] for state in ("live", "shared", "cached", "free")] == [30, 7, 4, 6]
     assert (got["kv_logical_blocks"], got["kv_reserved_slots"], got["kv_utilization"]) == (50, 48, 0.9)
     assert (got["prefix_cache_queries_total"], got["prefix_cache_hits_total"], got["prompt_tokens_cached_total"]) == (90, 32, 0)
@@ -86,7 +90,7 @@ def test_gauges_counters_and_info() -> None:
         metrics.ended(str(place), "error", 3)
     assert (metrics.running, metrics.waiting) == (0, 0)
     assert got["iteration_tokens_total_count"] == 0  # a step that computed nothing is none
-    assert got["cache_config_info{block_size=16}{cache_dtype=auto}{enable_prefix_caching=True}{num_kv_blocks=40}"] == 1
+    assert got["cache_config_info{block_size=16}{cache_dtype=auto}{enable_prefix_caching=True}{kv_swap_bytes=0}{num_kv_blocks=40}"] == 1
 
 
 def test_names_buckets_and_labels_are_those_that_dashboards_use() -> None:

@@ -30,17 +30,22 @@ def test_rates_since_the_last_line_and_silence_when_idle() -> None:
     assert traffic.tell() == "3.0 tokens/s in, 0.4 tokens/s out, running 2, waiting 1, KV use 25.0 %"
     clock.now = 30
     assert traffic.tell() == "0.0 tokens/s in, 0.0 tokens/s out, running 2, waiting 1, KV use 25.0 %"  # open, and stuck: worth a line
-    metrics.batch(step(12, 13, 1, [Delta("a", [5], finish_reason="stop")], stats=EngineStats(kv_total=40, kv_free=40, preemptions=2)), 13)
+    metrics.batch(step(12, 13, 1, [Delta("a", [5], finish_reason="stop")], stats=EngineStats(
+        kv_total=40, kv_free=40, preemptions=2, tokens_recomputed=33, blocks_out=5, blocks_in=4)), 13)
     for sequence in ("a", "b", "c"):
         metrics.ended(sequence, "stop", 13)
     clock.now = 40
-    assert traffic.tell() == "0.0 tokens/s in, 0.1 tokens/s out, running 0, waiting 0, KV use 0.0 %, preemptions 2"
+    assert traffic.tell() == "0.0 tokens/s in, 0.1 tokens/s out, running 0, waiting 0, KV use 0.0 %, preemptions 2, \
+recomputed 33 tokens, swapped 5 blocks out and 4 in"
     clock.now = 50
     assert traffic.tell() == "0.0 tokens/s in, 0.0 tokens/s out, running 0, waiting 0, KV use 0.0 %"  # that it is over
     clock.now = 60
     assert traffic.tell() is None
     metrics.arrived(["d"], 30, SamplingParams(), 60.0)
-    stats = EngineStats(running=1, kv_total=40, kv_free=20, kv_cached=18, preemptions=2, cache_queries=30, cache_hits=16)
+    stats = EngineStats(
+        running=1, kv_total=40, kv_free=20, kv_cached=18, preemptions=2, cache_queries=30, cache_hits=16, tokens_recomputed=33,
+        blocks_out=5, blocks_in=4,
+    )
     metrics.batch(step(62, 63, 14, [Delta("d", [1])], stats=stats), 63)
     clock.now = 70
     assert traffic.tell() == "3.0 tokens/s in, 0.1 tokens/s out, running 1, waiting 0, KV use 5.0 %, prefix cache hits 53.3 %"

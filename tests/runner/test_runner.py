@@ -49,7 +49,11 @@ class FakeProgram:
             top = int(a["row_top"][r])
             a["top_ids"][r, :max(top, 0)] = [(token + i) % VOCAB for i in range(top)]
             a["top_logprobs"][r, :max(top, 0)] = np.arange(max(top, 0))
-        assert a["header"][3] == a["row_top"][:num_rows].max()
+        assert a["header"][3] == a["row_top"][:num_rows].max(initial=-1)
+
+    def run(self) -> None:
+        self.forward()
+        self.sample()
 
     def close(self) -> None:
         self.closed = True

@@ -7,7 +7,8 @@ import pytest
 
 from octavo.core.request import Request, State
 from octavo.core.sampling import SamplingParams
-from octavo.scheduler.itl import LEAST, ItlBudget, StepTimes
+from octavo.scheduler.itl import LEAST, ItlBudget
+from octavo.scheduler.times import StepTimes
 
 
 def decoding(count: int) -> list[Request]:
@@ -62,10 +63,10 @@ def test_times_that_fall_with_size_are_no_line_below_zero() -> None:
 
 
 def learned(target_ms: float, running: list[Request], most: int = 512) -> ItlBudget:
-    budget = ItlBudget(target_ms, most, running)
+    times = StepTimes()
     for tokens in (512, 20):
-        budget.stepped(tokens, 0.010 + tokens * 0.0005)
-    return budget
+        times.add(tokens, 0.010 + tokens * 0.0005)
+    return ItlBudget(target_ms, most, running, times)
 
 
 def test_the_budget_is_what_fits_the_target() -> None:
@@ -76,7 +77,7 @@ def test_the_budget_is_what_fits_the_target() -> None:
 
 def test_without_decodes_or_knowledge_the_budget_is_whole() -> None:
     assert learned(1.0, [])(0.0) == learned(1.0, [prefilling(300)])(0.0) == 512
-    assert ItlBudget(1.0, 512, decoding(4))(0.0) == 512
+    assert ItlBudget(1.0, 512, decoding(4), StepTimes())(0.0) == 512
 
 
 @pytest.mark.parametrize("target", [0.001, 10.0, 30.0])
@@ -86,8 +87,8 @@ def test_decodes_are_always_served_and_prompts_never_stopped(target: float, coun
 
 
 def test_a_model_without_slope() -> None:
-    budget = ItlBudget(100.0, 512, decoding(4))
-    budget.stepped(10, 0.5)
-    budget.stepped(500, 0.1)
-    assert budget(0.0) == 4 + LEAST  # 300 ms whatever the size: the target cannot be met
-    assert not math.isnan(sum(budget.times.fit() or (0,)))
+    times = StepTimes()
+    times.add(10, 0.5)
+    times.add(500, 0.1)
+    assert ItlBudget(100.0, 512, decoding(4), times)(0.0) == 4 + LEAST  # 300 ms whatever the size: the target cannot be met
+    assert not math.isnan(sum(times.fit() or (0,)))

@@ -2,6 +2,7 @@
 
 import zlib
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -11,10 +12,11 @@ from octavo.config import SchedulerConfig
 from octavo.core.output import Delta
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
-from octavo.core.step import StepPlan, StepResult
+from octavo.core.step import IN, OUT, StepPlan
 from octavo.errors import ContextTooLong
 from octavo.kv.manager import KvManager
-from octavo.observe.events import Admitted, Event, Finished, Preempted
+from octavo.kv.tier import SwapTier
+from octavo.observe.events import Admitted, Event, Finished, Preempted, Recovered, TierFailed
 from octavo.scheduler.policy import POLICIES, FairShare, LongestPrefix, make_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
@@ -52,23 +54,40 @@ class Machine(RuleBasedStateMachine):
         admission=st.sampled_from(["optimistic", "predicted"]),
         lookahead=st.sampled_from([0, 0, 2]),
         caching=st.sampled_from([True, True, False]),
+        tier=st.sampled_from([0, 1, 3, 60]),
+        mode=st.sampled_from(["auto", "swap", "swap", "recompute"]),
+        block_seconds=st.sampled_from([0.0, 0.002, 0.02]),
     )
     def start(
         self, blocks: int, block_size: int, seqs: int, budget: int, policy: str, admission: str, lookahead: int, caching: bool,
+        tier: int, mode: str, block_seconds: float,
     ) -> None:
         self.kv = KvManager(blocks, block_size, prefix_caching=caching)
         self.budget_now, self.full_budget, self.lookahead = budget, budget, lookahead
         self.allowed = True
         self.now = self.salt = 0
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN, admission=admission),
+            SchedulerConfig(
+                max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN, admission=admission, preemption_mode=mode,
+            ),
             self.kv,
             make_policy(policy, cached_tokens=lambda r: zlib.crc32(b"%d" % (r.seed + self.salt)) % len(r.tokens), weights={"a": 3.0}),
             admission=[lambda request: self.allowed],
             lookahead=lookahead,
             budget=lambda now: self.budget_now,
+            tier=SwapTier(tier) if tier else None,
+            block_seconds=block_seconds,
         )
-        self.executor = SimExecutor(seqs, blocks, block_size, vocab=VOCAB, max_tokens=budget)
+        self.mode = mode
+        self.tier = self.scheduler._preempter.tier
+        self.broken: frozenset[str] = frozenset()  # kinds of moves that fail
+        self.executor = SimExecutor(
+            seqs, blocks, block_size, vocab=VOCAB, max_tokens=budget, cost=lambda plan: 0.005 + 0.001 * plan.num_tokens, tier_slots=tier,
+            block_seconds=block_seconds, breaks=lambda move: move.kind in self.broken,
+        )
+        self.name_of: dict[int, str] = {}  # slot → request, as of the plans committed
+        self.reached: dict[str, int] = {}  # request → tokens that were ever computed of it
+        self.recomputed = 0
         self.requests: dict[str, Request] = {}
         self.live: set[str] = set()
         self.answer: dict[str, tuple[list[int], str, int | None]] = {}
@@ -147,6 +166,10 @@ class Machine(RuleBasedStateMachine):
     def change_admission(self, allowed: bool) -> None:
         self.allowed = allowed
 
+    @rule(kinds=st.sampled_from([(), (), (), (IN,), (OUT,), (IN, OUT)]))
+    def break_the_tier(self, kinds: tuple[str, ...]) -> None:
+        self.broken = frozenset(kinds)
+
     @precondition(lambda self: len(self.flying) < self.depth)
     @rule()
     def plan(self) -> None:
@@ -160,7 +183,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         plan = self.flying.pop(0)
-        self.take(self.scheduler.commit(plan, self.executor.execute(plan)))
+        found = self.executor.execute(plan)
+        self.count(plan)
+        self.take(self.scheduler.commit(plan, found))
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
@@ -170,7 +195,8 @@ class Machine(RuleBasedStateMachine):
         sick = data.draw(st.integers(0, len(found.slots) - 1))
         slots = list(found.slots)
         slots[sick] = type(slots[sick])(slots[sick].slot, slots[sick].epoch, error="sick")
-        self.take(self.scheduler.commit(plan, StepResult(found.number, slots)))
+        self.count(plan, sick)
+        self.take(self.scheduler.commit(plan, msgspec.structs.replace(found, slots=slots)))
 
     @precondition(lambda self: len(self.flying) == 1)
     @rule(executed=st.booleans())
@@ -188,6 +214,16 @@ class Machine(RuleBasedStateMachine):
             if self.flying:
                 self.commit()
             self.scheduler.check()
+
+    def count(self, plan: StepPlan, sick: int = -1) -> None:
+        """Tokens that are computed once more, counted from the plans."""
+        for place, item in enumerate(plan.items):
+            if item.init is not None:
+                self.name_of[item.slot] = item.init.request_id
+            name, end = self.name_of[item.slot], item.start + len(item.tokens)
+            if name in self.live and place != sick:
+                self.recomputed += max(0, min(end, self.reached.get(name, 0)) - item.start)
+                self.reached[name] = max(self.reached.get(name, 0), end)
 
     def take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -220,6 +256,7 @@ class Machine(RuleBasedStateMachine):
             assert ledger.live + ledger.cached + ledger.free == ledger.total == self.kv.pool.num_blocks
             assert self.scheduler.has_unfinished == bool(self.live)
             assert len(self.scheduler.running) <= self.full_budget
+            assert self.tier is None or self.mode != "recompute" or self.tier.num_used == 0
             self.check_policy()
 
     def check_policy(self) -> None:
@@ -269,18 +306,27 @@ class Machine(RuleBasedStateMachine):
             assert steps <= most * self.depth, f"not drained after {steps} steps"
         self.events += self.scheduler.take_events()
         if self.depth == 1 and self.lookahead == 0:
-            effective = [e for e in self.events if isinstance(e, Preempted) and e.blocks_freed]
+            effective = [e for e in self.events if isinstance(e, Preempted) and e.blocks_freed and "tier failed" not in e.cause]
             assert len(effective) <= blocks, "more preemptions than block boundaries"
         assert set(self.last) == set(self.output) and not self.scheduler.has_unfinished
         ledger = self.kv.ledger()
         assert ledger.free + ledger.cached == self.kv.pool.num_blocks and not self.kv.holders()
-        assert self.scheduler.counters.cache_hits == sum(r.num_cached for r in self.requests.values())
+        counters = self.scheduler.counters
+        assert counters.cache_hits == sum(r.num_cached for r in self.requests.values())
+        assert self.tier is None or self.tier.num_used == self.tier.num_requests == 0
+        assert not self.scheduler._preempter._debts and not self.scheduler._preempter._movers and not self.scheduler._preempter._back
+        failures = [e for e in self.events if isinstance(e, TierFailed)]
+        assert len(failures) == self.scheduler._preempter.failed
+        if self.depth == 1 and not failures:
+            assert counters.tokens_recomputed == self.recomputed
         self.check_events()
 
     def check_events(self) -> None:
         """Each request's events tell a sensible life: (admitted, preempted)* then finished, once."""
         for name in self.output:
-            life = [e for e in self.events if e.request_id == name]
+            life = [e for e in self.events if e.request_id == name and not isinstance(e, Recovered)]
+            again = sum(e.recomputed_tokens for e in self.events if e.request_id == name and isinstance(e, Recovered))
+            assert again <= self.scheduler.counters.tokens_recomputed
             assert isinstance(life[-1], Finished) and life[-1].reason == self.last[name].finish_reason
             running = False
             for i, event in enumerate(life[:-1]):
@@ -290,8 +336,11 @@ class Machine(RuleBasedStateMachine):
                     assert event.resumed or event.cached_tokens == self.requests[name].num_cached
                 running = not running
             assert self.requests[name].preemptions == sum(isinstance(e, Preempted) for e in life)
-        lost = sum(e.tokens_lost for e in self.events if isinstance(e, Preempted))
-        assert lost == self.scheduler.counters.tokens_lost
+        preempted, counters = [e for e in self.events if isinstance(e, Preempted)], self.scheduler.counters
+        assert sum(e.tokens_lost for e in preempted) == counters.tokens_lost
+        assert sum(e.blocks_swapped for e in preempted) == counters.blocks_out
+        assert all(e.how == "swap" or e.blocks_swapped == 0 for e in preempted)
+        assert all(e.how == "recompute" for e in preempted) or self.tier is not None
 
 
 class Pipelined(Machine):

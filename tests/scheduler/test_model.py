@@ -1,7 +1,7 @@
 """The scheduler's rule restated by brute force, and compared plan by plan. Lengths only: no token, slot or block has a name.
 
 With a cache the model says who may share what by text alone: a block's worth of text is held once for all whose table begins with it,
-and in the cache until it was used longest ago of all that nobody holds.
+and in the cache until it was used longest ago of all that nobody holds. With a tier, a victim's blocks are copied there, if all of them fit.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from octavo.config import SchedulerConfig
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
 from octavo.kv.manager import KvManager
+from octavo.kv.tier import SwapTier
 from octavo.scheduler.policy import POLICIES, make_policy
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
@@ -29,7 +30,7 @@ class Block:
 
 WEIGHTS = {"": 1.0, "a": 2.0, "b": 0.5}  # by which division is exact
 PACE = 2  # seconds from step to step
-Case = tuple[int, int, int, str, bool, list[tuple[int, int, int, str, int, int]], list[int]]
+Case = tuple[int, int, int, str, bool, int, list[tuple[int, int, int, str, int, int]], list[int]]
 
 
 class Seq:
@@ -44,6 +45,8 @@ class Seq:
         self.done = 0  # tokens computed
         self.blocks: list[Block] = []
         self.sealed = 0  # blocks that others may find
+        self.copies: list[object] = []  # of its blocks, in the tier
+        self.kept = 0  # tokens that they hold
         self.turn = 0  # when it was served last
         self.state = "waiting"
 
@@ -55,8 +58,9 @@ class Seq:
 class Model:
     """The rule, as one would say it."""
 
-    def __init__(self, policy: str, blocks: int, size: int, places: int, caching: bool) -> None:
-        self.policy, self.total, self.size, self.places, self.caching = policy, blocks, size, places, caching
+    def __init__(self, policy: str, blocks: int, size: int, places: int, caching: bool, tier: int) -> None:
+        self.policy, self.total, self.size, self.places, self.caching, self.tier = policy, blocks, size, places, caching, tier
+        self.out = self.back = 0  # blocks copied to the tier and from it
         self.seqs: list[Seq] = []
         self.turns = self.stamps = 0
         self.kept: list[Block] = []  # what can be found
@@ -127,6 +131,19 @@ class Model:
             block.stamp = self.stamps
         s.state, s.blocks = state, []
 
+    def in_tier(self) -> int:
+        return len({id(copy) for s in self.seqs for copy in s.copies})
+
+    def swap(self, s: Seq, copied: dict[Block, object]) -> None:
+        """A victim's blocks go to the tier, each once in a step, or none of them."""
+        kept = min(s.done, s.known - 1)
+        blocks = s.blocks[: self.need(kept)]
+        new = [block for block in blocks if block not in copied]
+        if self.in_tier() + len(new) <= self.tier:
+            copied.update((block, object()) for block in new)
+            s.copies, s.kept = [copied[block] for block in blocks], kept
+            self.out += len(new)
+
     def need(self, tokens: int) -> int:
         return (tokens + self.size - 1) // self.size
 
@@ -137,6 +154,7 @@ class Model:
         """Name → (first position, tokens, samples?)."""
         part: dict[Seq, int] = {}
         seen: set[Seq] = set()
+        copied: dict[Block, object] = {}
         while budget > 0:
             rest = [s for s in self.in_state("running") if s not in seen]
             if not rest:
@@ -150,6 +168,7 @@ class Model:
             while s.state == "running" and self.need(s.done + count) > len(s.blocks) + self.available():
                 loser = max(self.in_state("running"), key=self.place)
                 budget += part.pop(loser, 0)
+                self.swap(loser, copied)
                 self.give_up(loser, "waiting")
                 loser.done = 0
             if s.state == "running":
@@ -170,7 +189,10 @@ class Model:
                 s.blocks = []
                 break
             self.take(s, self.need(s.known) - len(matched))
-            s.state, s.done, s.sealed = "running", len(matched) * self.size, len(matched)
+            found = len(matched) * self.size
+            s.state, s.done, s.sealed = "running", max(found, s.kept), len(matched)
+            self.back += max(0, self.need(s.kept) - len(matched))
+            s.kept, s.copies = 0, []
             if s.tenant not in {other.tenant for other in self.in_state("waiting")}:
                 self.last_waited = s.tenant
             if s.fresh:
@@ -206,13 +228,14 @@ def cases(draw: st.DrawFn) -> Case:
         )
     )  # prompt, output, priority, tenant, the step it comes at, what it is about
     budgets = draw(st.lists(st.integers(1, 10), min_size=1, max_size=8))
-    return blocks, size, draw(st.integers(1, 4)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), seqs, budgets
+    tier = draw(st.sampled_from([0, 1, 2, 4, 100]))
+    return blocks, size, draw(st.integers(1, 4)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), tier, seqs, budgets
 
 
 @settings(max_examples=800, deadline=None)
 @given(cases())
 def test_every_plan_is_the_models(case: Case) -> None:
-    blocks, size, places, policy, caching, wanted, budgets = case
+    blocks, size, places, policy, caching, tier, wanted, budgets = case
     most = max(budgets)
     kv = KvManager(blocks, size, prefix_caching=caching)
     step = 0
@@ -222,13 +245,14 @@ def test_every_plan_is_the_models(case: Case) -> None:
         return (17 * int(name[1:]) + 29 * step) % 400
 
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=places, max_num_batched_tokens=most, max_model_len=1000),
+        SchedulerConfig(max_num_seqs=places, max_num_batched_tokens=most, max_model_len=1000, preemption_mode="swap"),
         kv,
         make_policy(policy, cached_tokens=lambda r: cached(r.id), weights=WEIGHTS),
         budget=lambda now: budgets[step % len(budgets)],
+        tier=SwapTier(tier) if tier else None,
     )
-    executor = SimExecutor(places, blocks, size, vocab=VOCAB, max_tokens=most)
-    model = Model(policy, blocks, size, places, caching)
+    executor = SimExecutor(places, blocks, size, vocab=VOCAB, max_tokens=most, tier_slots=tier)
+    model = Model(policy, blocks, size, places, caching, tier)
     slot_of: dict[int, str] = {}
     late = max(arrival for *_, arrival, _ in wanted)
     while step <= late or scheduler.has_unfinished or model.in_state("waiting"):
@@ -253,6 +277,9 @@ def test_every_plan_is_the_models(case: Case) -> None:
         assert {r.id for r in scheduler.running} == {s.name for s in model.in_state("running")}
         ledger = kv.ledger()
         assert (ledger.live, ledger.cached) == (len(model.live()), len(model.cached())), f"step {step}"
+        held = scheduler._preempter.tier
+        counters = scheduler.counters
+        assert (counters.blocks_out, counters.blocks_in, held.num_used if held else 0) == (model.out, model.back, model.in_tier()), f"step {step}"
         scheduler.check()
         step += 1
         assert step < 3000

@@ -366,7 +366,7 @@ def test_who_built_on_a_step_that_fails_starts_anew() -> None:
     scheduler.check()
     assert (ended.request_id, ended.finish_reason) == ("a", "error")
     (event,) = [e for e in scheduler.take_events() if isinstance(e, Preempted)]
-    assert event.request_id == "b" and event.cause == "step 1 failed, which was to compute what b shares"
+    assert event.request_id == "b" and event.cause == "step 1 failed, on which b depends"
     assert scheduler.commit(built, answer(built, {0: 5, 1: 5})) == []
     executor._number = 2
     assert sum(len(d.tokens) for d in drain(scheduler, executor)["b"]) == 9
@@ -408,7 +408,7 @@ def test_a_prompt_is_computed_once_for_all_its_samples(prompt: int, caching: boo
             news.setdefault(delta.request_id, []).extend(delta.tokens)
     assert [len(tokens) for tokens in news.values()] == [9] * 4 and len({tuple(tokens) for tokens in news.values()}) == 4
     assert sum(plan.num_tokens for plan in plans) == prompt + 8 + 3 * 9  # each fork computes the prompt's last row with its seed
-    copies = [copy for plan in plans for copy in plan.kv_copies]
+    copies = [copy for plan in plans for copy in plan.moves]
     assert len(copies) == (3 if (prompt - 1) % 16 else 0)
     lives = [e for plan in plans for e in plan.events if isinstance(e, Admitted)]
     assert [(e.cached_tokens, e.forked_tokens) for e in lives] == [(0, 0)] + [(0, prompt - 1)] * 3
@@ -454,7 +454,7 @@ def test_who_forked_in_flight_of_a_step_that_fails_starts_anew() -> None:
         scheduler.add(request)
     lost = scheduler.plan()
     built = scheduler.plan()
-    assert lost is not None and built is not None and len(built.kv_copies) == 1
+    assert lost is not None and built is not None and len(built.moves) == 1
     assert [d.request_id for d in scheduler.fail(lost, "no")] == ["g/0"]
     scheduler.check()
     assert [e.request_id for e in scheduler.take_events() if isinstance(e, Preempted)] == ["g/1"]

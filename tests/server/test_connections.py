@@ -6,9 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from tests.engine.test_async_engine import Engine, Watcher, play, turn
 from tests.server.asgi import CHAT, COMPLETIONS, Wire, client, settled
 from tests.server.scripted import END, ScriptedLLM
 
+from octavo import AsyncLLM
+from octavo.core.output import Delta
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
 
@@ -189,3 +192,30 @@ def test_large_bodies_hold_the_loop_up_for_milliseconds() -> None:
                 assert best < 0.25, f"{name} at {path} took {best * 1000:.0f} ms"  # 50 ms on a quiet machine; this one is shared
 
     asyncio.run(run())
+
+
+def test_the_first_token_counts_when_it_is_written() -> None:
+    async def scene(llm: AsyncLLM, engine: Engine) -> None:
+        watcher = Watcher()
+        llm.listeners.append(watcher)
+        wire = Wire(create_app(llm, ServerSettings()), COMPLETIONS, {"prompt": [97, 98], "stream": True})
+        await settled(lambda: engine.ids)
+        await settled(lambda: not wire.sent.empty())  # the head
+        wire.reading.clear()
+        engine.step(Delta(engine.ids[0], [ord("x")]))
+        await turn(20)
+        assert ("first", 1) not in watcher.heard, "the client's socket takes nothing"
+        wire.reading.set()
+        await settled(lambda: ("first", 1) in watcher.heard)
+        engine.step(Delta(engine.ids[0], [ord("y")], finish_reason="stop"))
+        await wire.task
+        assert watcher.heard.count(("first", 1)) == 1
+
+        whole = Wire(create_app(llm, ServerSettings()), COMPLETIONS, {"prompt": [97, 98], "n": 2})
+        await settled(lambda: len(engine.ids) == 3)
+        engine.step(*(Delta(name, [ord("x")]) for name in engine.ids[1:]))
+        await settled(lambda: ("first", 2) in watcher.heard)
+        engine.step(*(Delta(name, [ord("y")], finish_reason="stop") for name in engine.ids[1:]))
+        await whole.task
+
+    play(scene)

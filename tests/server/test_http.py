@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from tests.checkpoints import make_tiny
 from tests.server.test_shutdown import ENDLESS, NAME, open_streams, until
 
@@ -221,3 +222,66 @@ def test_no_end_leaves_files(tiny: str, tmp_path: Path, stage: str, ends: tuple[
     told = process.stderr.read()
     until(lambda: not list(temp.glob("octavo-*")), 30)
     assert "Traceback" not in told and (signal.SIGKILL in ends or not path.exists())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the system does not tell when bytes came")
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_request_arrives_when_its_bytes_do_not_when_they_are_read(loop: Callable[[], asyncio.AbstractEventLoop], kept: bool) -> None:
+    arrivals: list[float] = []
+
+    async def app(scope, receive, send) -> None:
+        arrivals.append(scope["state"]["arrival"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> None:
+        sock = sockets.bind("127.0.0.1", 0)
+        server = http.make_server(app, lambda: False)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        with socket.create_connection(sock.getsockname()) as client:
+            client.setblocking(False)
+            for place in range(1 + kept):
+                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                sent = time.monotonic()
+                time.sleep(0.3)  # the loop is busy
+                while len(arrivals) == place:
+                    await asyncio.sleep(0.01)
+                assert arrivals[-1] < sent + 0.02, "later than a clock tick of the system"
+                await asyncio.sleep(0.05)
+                assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        server.should_exit = True
+        await serving
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
+
+
+def test_a_socket_that_tells_nothing_arrives_now(tmp_path: Path) -> None:
+    async def run() -> None:
+        app_sock = sockets.bind("", 0, str(tmp_path / "s"))
+        seen: list[float] = []
+
+        async def app(scope, receive, send) -> None:
+            seen.append(scope["state"]["arrival"])
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+
+        server = http.make_server(app, lambda: False)
+        serving = asyncio.create_task(server.serve(sockets=[app_sock]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        before = time.monotonic()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "s"))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            while not seen:
+                await asyncio.sleep(0.01)
+        assert before <= seen[0] <= time.monotonic()
+        server.should_exit = True
+        await serving
+        sockets.remove_files()
+
+    asyncio.run(run())

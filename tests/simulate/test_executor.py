@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from octavo.core.sampling import SamplingParams
-from octavo.core.step import PlanItem, SlotInit, StepPlan
+from octavo.core.step import COPY, IN, OUT, Move, PlanItem, SlotInit, StepPlan
 from octavo.simulate.executor import SimExecutor, VirtualClock, hash_sequence, logprob, next_token
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -16,7 +16,7 @@ def init(name: str = "a", tokens: list[int] = PROMPT, seed: int = 3, **params: o
 
 def started(**params: object) -> tuple[SimExecutor, int]:
     """An executor whose slot 0 has computed its prompt (blocks 0 and 1 of 4 tokens), and the token it sampled."""
-    executor = SimExecutor(2, 6, 4, vocab=50, max_tokens=12)
+    executor = SimExecutor(2, 6, 4, vocab=50, max_tokens=12, tier_slots=2)
     result = executor.execute(StepPlan(1, [PlanItem(0, 0, 0, PROMPT, True, [0, 1], init(**params))]))
     return executor, result.slots[0].tokens[0]
 
@@ -55,10 +55,13 @@ BREACHES = {
     "expects tokens \\[1, 2\\], the item says \\[1, 3\\]": StepPlan(2, [msgspec.structs.replace(SECOND, tokens=[1, 3])]),
     "samples exactly when": StepPlan(2, [msgspec.structs.replace(GOOD, sample=False)]),
     "has drafts": StepPlan(2, [msgspec.structs.replace(GOOD, num_draft=1)]),
-    "copies a block out of range": StepPlan(2, [GOOD], kv_copies=[(0, 6)]),
-    "copies to a block twice": StepPlan(2, [GOOD], kv_copies=[(0, 3), (1, 3)]),
-    "or from one that it copies to": StepPlan(2, [GOOD], kv_copies=[(0, 3), (3, 4)]),
-    "position 4 was overwritten, or never": StepPlan(2, [GOOD, PlanItem(1, 0, 6, [1], True, [0, 2], init("b", [*PROMPT, 1]))], kv_copies=[(0, 2)]),
+    "moves what is out of range": StepPlan(2, [GOOD], moves=[Move(COPY, 0, 6)]),
+    "range: Move\\(kind='out', source=0, target=2": StepPlan(2, [GOOD], moves=[Move(OUT, 0, 2)]),
+    "range: Move\\(kind='in', source=2": StepPlan(2, [GOOD], moves=[Move(IN, 2, 3)]),
+    "no known kind": StepPlan(2, [GOOD], moves=[Move("swap", 0, 1)]),
+    "never moved out": StepPlan(2, [GOOD], moves=[Move(OUT, 0, 0), Move(IN, 1, 3)]),
+    "position 4 was overwritten, or never": StepPlan(
+        2, [GOOD, PlanItem(1, 0, 6, [1], True, [0, 2], init("b", [*PROMPT, 1]))], moves=[Move(COPY, 0, 2)]),
     "scores rows": StepPlan(2, [msgspec.structs.replace(SECOND, score_from=0, score_to=1)]),
 }
 
@@ -84,8 +87,32 @@ def test_blocks_may_be_shared_by_those_whose_sequences_agree() -> None:
 def test_a_copied_block_is_written_by_either_and_read_by_both() -> None:
     executor, _ = started()
     fork = PlanItem(1, 0, 6, [1], True, [0, 2], init("b", [*PROMPT, 1]))
-    executor.execute(StepPlan(2, [GOOD, fork], kv_copies=[(1, 2)]))
+    executor.execute(StepPlan(2, [GOOD, fork], moves=[Move(COPY, 1, 2)]))
     assert len(executor.execute(StepPlan(3, [PlanItem(0, 0, 7, [-1], True), PlanItem(1, 0, 7, [-1], True, [3])])).slots) == 2
+
+
+def test_moves_are_made_in_their_order() -> None:
+    """Out, overwritten, and back elsewhere; a tier slot emptied and filled again; a chain of copies."""
+    executor, _ = started()
+    fork = PlanItem(1, 0, 6, [1], True, [4, 5], init("b", [*PROMPT, 1]))
+    chain = [Move(OUT, 0, 0), Move(OUT, 1, 1), Move(COPY, 0, 2), Move(COPY, 2, 3), Move(COPY, 1, 2), Move(IN, 0, 4), Move(OUT, 2, 0), Move(IN, 0, 5)]
+    assert len(executor.execute(StepPlan(2, [GOOD, fork], moves=chain)).slots) == 2
+    executor, _ = started()
+    with pytest.raises(AssertionError, match="was overwritten"):
+        executor.execute(StepPlan(2, [GOOD, fork], moves=[*chain[:6], Move(IN, 0, 5)]))
+
+
+def test_a_move_that_breaks_spoils_what_reads_it_and_nothing_else() -> None:
+    executor, token = started()
+    sound = executor.execute(StepPlan(2, [GOOD], moves=[Move(OUT, 0, 0), Move(OUT, 1, 1)]))
+    assert not sound.failed_moves and sound.slots[0].tokens == [next_token(hash_sequence([*PROMPT, token]), 3, 50)]
+    executor._breaks = lambda move: move == Move(IN, 1, 5)
+    fork = PlanItem(1, 0, 6, [1], True, [4, 5], init("b", [*PROMPT, 1]))
+    after = PlanItem(0, 0, 7, [-1], True)
+    found = executor.execute(StepPlan(3, [after, fork], moves=[Move(IN, 0, 4), Move(IN, 1, 5)]))
+    assert found.failed_moves == [1] and found.moves_error
+    assert found.slots[1].tokens != [next_token(hash_sequence([*PROMPT, 1]), 3, 50)]
+    assert found.slots[0].tokens == [next_token(hash_sequence([*PROMPT, token, *sound.slots[0].tokens]), 3, 50)]
 
 
 def test_an_item_may_read_what_another_of_its_step_writes() -> None:

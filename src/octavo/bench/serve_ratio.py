@@ -1,8 +1,11 @@
 """How much of the offline throughput survives HTTP: ``python -m octavo.bench.serve_ratio MODEL``.
 
 One run: the engine offline, then the server with as many streaming clients, the same requests, again and again in turn; only one of the
-two computes at a time. The client is a process of its own, on the same cores. What the server's metrics say about latency is
-compared with the client's clock.
+two computes at a time. The client is a process of its own, on the same cores.
+
+What the server's metrics say about latency is compared with the client's clock, which starts when it sends a request (on a connection that it
+has) and stops when it has read a token's event. Means are compared, since a histogram knows its sum exactly and its median to a bucket only;
+of the runs' means, the median.
 """
 
 import argparse
@@ -84,11 +87,13 @@ def measure(server: Server, batch: list[dict[str, Any]]) -> dict[str, Any]:
         raise RuntimeError(f"{len(broken)} of {len(results)} streams failed; the first: {broken[0].status} {broken[0].events[-1:]}")
     times = [token_times(result) for result in results]
     gaps = [later - earlier for stream in times for earlier, later in itertools.pairwise(stream)]
+    # Per token, as the server counts: events hold more than one where tokens waited for each other, or for the rest of a character.
+    per_token = sum(stream[-1] - stream[0] for stream in times) / sum(each["max_tokens"] - 1 for each in batch)
     return {
         "seconds": max(result.ended for result in results) - min(result.sent for result in results),
         "cpu_seconds": cpu, "texts": [text_of(result) for result in results], "events": sum(len(stream) for stream in times),
         "ttft": statistics.fmean(stream[0] - result.sent for stream, result in zip(times, results, strict=True)),
-        "itl": statistics.fmean(gaps), "itl_median": statistics.median(gaps), "itl_max": max(gaps),
+        "itl": per_token, "itl_median": statistics.median(gaps), "itl_max": max(gaps),
         "server_ttft": _mean(before, after, "time_to_first_token_seconds"), "server_itl": _mean(before, after, "inter_token_latency_seconds"),
     }
 
@@ -111,7 +116,8 @@ def report(rounds: list[dict[str, Any]], tokens: int, clients: int) -> str:
     ]
     for name, what in (("ttft", "time to first token"), ("itl", "inter-token time")):
         mine, theirs = middle(name), middle(f"server_{name}")
-        rows.append((f"{what}, mean", f"{1e3 * mine:8.2f} ms client {1e3 * theirs:8.2f} ms server  ({100 * (theirs / mine - 1):+.1f} %)"))
+        each = ", ".join(f"{100 * (round[f'server_{name}'] / round[name] - 1):+.1f}" for round in rounds)
+        rows.append((f"{what}, mean", f"{1e3 * mine:8.2f} ms client {1e3 * theirs:8.2f} ms server, {100 * (theirs / mine - 1):+.1f} % ({each})"))
     rows.append(("inter-token time, client", f"{1e3 * middle('itl_median'):8.2f} ms median {1e3 * middle('itl_max'):8.2f} ms longest"))
     return "\n".join(f"  {name:26}{value}" for name, value in rows)
 

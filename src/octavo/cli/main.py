@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from octavo.cli import options
+from octavo.cli import bench, options
 from octavo.cli.chat import chat
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 for command in (serve, chat, generate, inspect, pull):
     app.command()(command)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(asked: bool) -> None:

@@ -38,6 +38,10 @@ ENGINE_OPTIONS: Table = {
     "tenant_weights": (str, "Shares under the policy fair: name=weight,… (default 1 each).", ()),
     "admission": (str, "optimistic (what fits now starts) or predicted (what fits at the expected peak: hardly any preemptions).", ()),
     "target_itl_ms": (float, "Milliseconds between tokens to keep to, by smaller prefill chunks.", ()),
+    "kv_swap_bytes": (int, "Bytes of a tier that takes the KV blocks of preempted requests (default 0: they are computed again).", ()),
+    "kv_swap_path": (str, "A folder, or a file to be made, for the tier (default: in memory).", ()),
+    "preemption_mode": (str, "auto (what is faster), swap or recompute.", ()),
+    "swap_space": (float, "", ()),  # vLLM's name for the tier's size, in GiB
     "seed": (int, "What requests without a seed derive theirs from (default 0).", ("--engine-seed",)),
     "max_logprobs": (int, "Most alternatives per token a request may ask for (default 20; -1: all).", ()),
     "chat_template": (str, "A chat template: text or the path of a .jinja file.", ()),
@@ -48,6 +52,7 @@ ENGINE_OPTIONS: Table = {
     "kv_cache_dtype": (str, "auto: the compute dtype; bfloat16, fp8, int8, int4.", ()),
     "quantization": (str, "Not served yet; GGUF types are dequantized at load.", ()),
     "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),  # its name would cut all others at 80 columns
+    "enable_weight_cache": (bool, "", ("--enable-weight-cache/--no-enable-weight-cache",)),
 }
 
 SAMPLING_OPTIONS: Table = {
@@ -69,7 +74,6 @@ NEUTRAL_OPTIONS: Table = {
     "pipeline_parallel_size": (int, "", ("--pipeline-parallel-size", "-pp")),
     "data_parallel_size": (int, "", ("--data-parallel-size", "-dp")),
     "gpu_memory_utilization": (float, "", ()),
-    "swap_space": (float, "", ()),
     "cpu_offload_gb": (float, "", ()),
     "load_format": (str, "", ()),
     "download_dir": (str, "", ()),
@@ -85,7 +89,10 @@ NEUTRAL_OPTIONS: Table = {
     "enable_log_requests": (bool, "", ("--enable-log-requests/--no-enable-log-requests",)),
 }
 
-OTHERS = ("host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name")  # of single commands
+OTHERS = (  # of single commands
+    "host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name", "workloads", "batch_size", "input_len", "output_len",
+    "rows", "context",
+)
 
 Command = Callable[..., None]
 

@@ -38,8 +38,23 @@ class PlanItem(msgspec.Struct, frozen=True, gc=False):
     score_to: int = 0  # are scored, the row at p giving the log-probability of the prompt's token p + 1
 
 
+COPY, OUT, IN = "copy", "out", "in"
+
+
+class Move(msgspec.Struct, frozen=True, gc=False):
+    """One block's K and V, bit for bit: ``copy`` from block to block, ``out`` from block to tier slot, ``in`` from tier slot to block."""
+
+    kind: str
+    source: int
+    target: int
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """What one step computes. ``freed`` slots are given up before the items are read (a freed slot may be reused).
+
+    ``moves`` are made before the step writes anything, strictly in their order. So each finds what was there when it was
+    decided: a block that is moved out, given to another and filled from elsewhere, or a tier slot that is emptied and filled
+    again, comes out right by construction, however long the chain.
 
     All K and V of a step are written before any are read (layer by layer), so an item may read blocks that another item of
     the same plan fills. Blocks may be in several slots' tables; a full one is never written again while it is.
@@ -49,7 +64,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     items: list[PlanItem]
     freed: list[int] = []
     events: list[Event] = []
-    kv_copies: list[tuple[int, int]] = []  # blocks (from, to), copied before the step writes anything; no block is twice a target
+    moves: list[Move] = []
 
     @property
     def num_tokens(self) -> int:
@@ -70,8 +85,15 @@ class SlotResult(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """The results of a plan, one per item, in its order."""
+    """The results of a plan, one per item, in its order.
+
+    A move that failed (an input or output error of the tier) is in ``failed_moves`` by its place in the plan's ``moves``, and
+    ``moves_error`` says why. What it was to fill holds anything, and so does every row that read it; the others are sound.
+    """
 
     number: int
     slots: list[SlotResult]
     seconds: float = 0.0  # time inside the executor
+    swap_seconds: float = 0.0  # of it: for moves out and in
+    failed_moves: list[int] = []
+    moves_error: str = ""

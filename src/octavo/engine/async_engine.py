@@ -269,7 +269,7 @@ class AsyncLLM:
         else:
             start = partial(self._tokenize_and_submit, flight, prompt, add_special_tokens, submit)
         self._board.open(flight, 0 if start is None else params.n)
-        return Generation(flight, start, self._board.leave, deltas=deltas, loop=asyncio.get_running_loop())
+        return Generation(flight, start, self._board.leave, self._board.told, deltas=deltas, loop=asyncio.get_running_loop())
 
     async def abort(self, request_id: str) -> bool:
         """End a request: its reader sees finish_reason "abort". False when it is unknown or has ended."""

@@ -58,7 +58,6 @@ NEUTRAL: dict[str, tuple[Accepts, str]] = {
     "disable_async_output_proc": (_switch, "True and False are, without effect"),
     # memory
     "gpu_memory_utilization": (_number(math.ulp(0.0), 1.0), "a number above 0 up to 1 is, without effect: kv_cache_memory_bytes sizes the pool"),
-    "swap_space": (_number(0.0, math.inf), "a number of GiB is, without effect: a request that loses its blocks is computed again"),
     "cpu_offload_gb": (_number(0.0, math.inf), "a number of GB is, without effect: the weights are in the CPU's memory"),
     "num_gpu_blocks_override": (_only(None), "num_kv_blocks sets the pool's blocks"),
     "calculate_kv_scales": (_OFF, "False is"),

@@ -30,7 +30,7 @@ class EngineCore:
         self.failure: str | None = None
         self.cause: BaseException | None = None  # what was raised at a break
         self._scheduler = scheduler
-        self._executor = executor
+        self.executor = executor  # a bench may put another scheduler over it, once this core has no work
         self._clock = clock
         self._open: set[str] = set()  # accepted, last delta not yet in the outbox
         self._outbox: list[Delta] = []
@@ -101,10 +101,10 @@ class EngineCore:
         if self.failure is None:
             self.failure = "it was shut down"
             events = self._answer_all("abort", None)
-            self._executor.shutdown()
+            self.executor.shutdown()
             self._publish(events, self._clock())
         else:
-            self._executor.shutdown()
+            self.executor.shutdown()
 
     def _advance(self, now: float, events: list[Event]) -> None:
         """One step: its deltas go to the outbox, its events into ``events``."""
@@ -114,7 +114,7 @@ class EngineCore:
             return
         events.extend(plan.events)
         try:
-            result = self._executor.execute(plan)
+            result = self.executor.execute(plan)
         except RequestError as error:
             deltas = self._scheduler.fail(plan, error.message)
         else:

@@ -7,23 +7,30 @@ process of its own. Start-up is told to a Report as it happens; nothing is print
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config
+from octavo.engine.console import LOGGER
 from octavo.engine.core import EngineCore
 from octavo.engine.report import Report, phase
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kv.manager import KvManager
 from octavo.kv.spec import DTYPE_BYTES, KvSpec
+from octavo.kv.tier import SwapTier
 from octavo.models import registry
 from octavo.models.spec import ModelSpec
+from octavo.observe.events import Event, TierFailed
 from octavo.runner.memory import Ledger, available_memory, default_num_blocks, size
 from octavo.runner.runner import Runner
+from octavo.runner.tier import FileTier, MemoryTier, TierMemory
 from octavo.scheduler.scheduler import Scheduler
 from octavo.weights import hub
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.identity import checkpoint_hash
+from octavo.weights.packed import LEAST, PackedStore
 
 if TYPE_CHECKING:
     from octavo.engine.textside import TextSide
@@ -74,23 +81,31 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     cache_dtype(config), context_asked(config, spec)  # an impossible setting is told before the weights are read
     with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
         provider = make_provider(config, dtype)
-        model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"))
+        store = _weight_store(config, checkpoint, provider)
+        model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"), store=store)
+    if store is not None and store.hit:
+        report.note("packed weights mapped, as an earlier start made them (--no-enable-weight-cache makes them anew)")
     with phase(report, "preparing the KV pool and the program"):
         kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, cache_dtype(config), config.kv.block_size)
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
         runner = _make_runner(final, provider, model, kv_spec)
+        block_seconds = _time_moves(final, runner)
     kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
-    scheduler = Scheduler(final.scheduler, kv)
+    slots = _tier_slots(final, kv_spec)
+    scheduler = Scheduler(final.scheduler, kv, tier=SwapTier(slots) if slots else None, block_seconds=block_seconds)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
+        swap=slots * kv_spec.bytes_per_block if final.kv.kv_swap_path is None else 0,
     )
     more = "; dtype=float32 keeps more of it" if dtype == "bfloat16" and stored[0] in ("F16", "F32") else ""
     report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
-    for line in (*_summary(final, spec, kv_spec, provider), ledger.line()):
+    for line in (*_summary(final, spec, kv_spec, provider), *_tier_line(final, slots, block_seconds), ledger.line()):
         report.note(line)
-    return CoreSide(EngineCore(scheduler, runner), scheduler, final, spec, ledger, getattr(provider, "isa", config.runner.backend))
+    core = EngineCore(scheduler, runner)
+    core.observers.append(_warn_of_tier)
+    return CoreSide(core, scheduler, final, spec, ledger, getattr(provider, "isa", config.runner.backend))
 
 
 def compute_dtype(config: Config) -> str:
@@ -149,12 +164,58 @@ def resolve(config: Config, spec: ModelSpec, *, dtype: str, block_bytes: int, av
             f"{blocks * block}, or give num_kv_blocks={math.ceil(context / block)} or more ({size(math.ceil(context / block) * block_bytes)})",
             "max_model_len",
         )
+    _check_tier(config, blocks * block_bytes, block_bytes, available)
     context = min(context, blocks * block)
     return replace(
         config, model=replace(config.model, dtype=dtype, max_model_len=context),
         kv=replace(config.kv, num_kv_blocks=blocks, kv_cache_memory_bytes=None, kv_cache_dtype=cache_dtype(config)),
         scheduler=replace(config.scheduler, max_model_len=context),
     )
+
+
+def _check_tier(config: Config, pool_bytes: int, block_bytes: int, available: int | None) -> None:
+    """Raises: ConfigError for a swap tier without room for a block, or in more memory than there is."""
+    swap = config.kv.kv_swap_bytes
+    if 0 < swap < block_bytes:
+        raise ConfigError(f"kv_swap_bytes is {swap}; one block of {config.kv.block_size} tokens takes {block_bytes}", "kv_swap_bytes")
+    if swap and config.kv.kv_swap_path is None and available is not None and pool_bytes + swap > available:
+        raise ConfigError(
+            f"a swap tier of {size(swap)} (kv_swap_bytes) beside a KV pool of {size(pool_bytes)} does not fit the {size(available)} that are "
+            "available: give fewer bytes, or kv_swap_path to keep it in a file", "kv_swap_bytes",
+        )
+
+
+def _tier_slots(config: Config, kv_spec: KvSpec) -> int:
+    return config.kv.kv_swap_bytes // kv_spec.bytes_per_block
+
+
+def _make_tier(config: Config, slots: int, block_bytes: int) -> TierMemory | None:
+    """The swap tier's memory, if there is to be one. Raises: ConfigError."""
+    if not slots:
+        return None
+    path = config.kv.kv_swap_path
+    return MemoryTier(slots, block_bytes) if path is None else FileTier(path, slots, block_bytes)
+
+
+def _time_moves(config: Config, runner: Runner) -> float:
+    """Seconds that moving a block to the tier or back takes; 0 without a tier. Raises: ConfigError where it cannot be written."""
+    if not config.kv.kv_swap_bytes:
+        return 0.0
+    try:
+        return runner.seconds_per_move()
+    except OSError as error:
+        raise ConfigError(f"the swap tier at {config.kv.kv_swap_path} cannot be used: {error}", "kv_swap_path") from error
+
+
+def _tier_line(config: Config, slots: int, block_seconds: float) -> Iterator[str]:
+    if slots:
+        where = "in memory" if config.kv.kv_swap_path is None else f"in a file at {config.kv.kv_swap_path}"
+        yield f"swap tier of {slots} blocks {where}, {1e6 * block_seconds:.0f} µs to move one"
+
+
+def _warn_of_tier(event: Event, _now: float) -> None:
+    if isinstance(event, TierFailed):
+        LOGGER.warning("the swap tier is given up, preempted requests are computed again: %s", event.message)
 
 
 def make_provider(config: Config, dtype: str) -> Any:
@@ -176,6 +237,18 @@ def make_provider(config: Config, dtype: str) -> Any:
     return NativeProvider(dtype, num_threads=config.runner.num_threads)
 
 
+def _weight_store(config: Config, checkpoint: Checkpoint, provider: Any) -> PackedStore | None:
+    """Where packed weights are kept; None where that is switched off, the provider packs nothing, or the model is too small to bother."""
+    if not config.model.enable_weight_cache or not hasattr(provider, "packing"):
+        return None
+    if sum(checkpoint.nbytes(name) for name in checkpoint.names()) < LEAST:
+        return None
+    cache = hub.cache_dir()
+    with suppress(OSError):  # then nothing is remembered, and saving tells why
+        cache.mkdir(parents=True, exist_ok=True)
+    return PackedStore(cache / "packed", checkpoint_hash(checkpoint.files, cache), provider.packing, LOGGER.warning)
+
+
 def activation_bytes(spec: ModelSpec, config: Config) -> int:
     """An estimate of the forward pass's buffers at the largest step: one layer's, the residual stream, one tile of logits."""
     act = DTYPE_BYTES[config.model.dtype]
@@ -190,12 +263,13 @@ def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_
         store = provider.kv_store(kv_spec, _blocks(config))
     except MemoryError as error:
         raise ConfigError(f"the memory for {_blocks(config)} KV blocks cannot be had: {error}", "num_kv_blocks") from error
+    tier = _make_tier(config, _tier_slots(config, kv_spec), store.block_bytes)
     try:
         return Runner(
             lambda batch, slots: provider.compile(model.fn, model.weights, model.spec, step=batch.arrays, slots=slots, kv=store),
             kv=store, max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=config.scheduler.max_model_len, max_logprobs=config.runner.max_logprobs, vocab=model.spec.vocab,
-            block_size=config.kv.block_size,
+            block_size=config.kv.block_size, tier=tier,
         )
     except MemoryError as error:
         raise _too_large(config, model.spec.vocab, error) from error

@@ -11,7 +11,7 @@ from octavo.engine.outputs import Answer
 class Flight:
     """A request between its acceptance and its end. Written by AsyncLLM only, on the event loop."""
 
-    __slots__ = ("answer", "error", "gone", "news", "open", "params", "request_id", "reserved", "waiter")
+    __slots__ = ("answer", "begun", "error", "gone", "news", "open", "params", "request_id", "reserved", "waiter")
 
     def __init__(self, request_id: str, params: SamplingParams) -> None:
         self.request_id = request_id
@@ -19,6 +19,7 @@ class Flight:
         self.answer: Answer | None = None  # None: not yet tokenized
         self.reserved = 0  # places in the queue, held until it is tokenized
         self.open: set[str] = set()  # its sequences, by their ids in the engine, that have not ended
+        self.begun = 0  # of its sequences: have their first token, which its reader has not been given yet
         self.gone = False  # over for its reader, or without one: must not be submitted any more
         self.error: Exception | None = None  # what its reader gets once it has read what came before
         self.news = False  # since the reader's last look
@@ -36,15 +37,20 @@ class Generation(AsyncIterator[RequestOutput]):
 
     Nothing is queued for a reader: each step of the iteration gives all that came since the last. ``aclose()``, a
     cancellation while waiting, or dropping it aborts the request. One task reads it.
+
+    A reader that comes back for more has dealt with what it was given: the server has written it to the client's socket. So that is
+    when the first token of a sequence counts as told.
     """
 
     def __init__(
-        self, flight: Flight, start: Callable[[], Awaitable[None]] | None, leave: Callable[[Flight], None], *, deltas: bool,
-        loop: asyncio.AbstractEventLoop,
+        self, flight: Flight, start: Callable[[], Awaitable[None]] | None, leave: Callable[[Flight], None],
+        told: Callable[[Flight, int], None], *, deltas: bool, loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._flight = flight
         self._start = start  # tokenizes and submits; None: it is submitted
         self._leave = leave  # aborts
+        self._told = told  # hears how many sequences' first tokens the reader has dealt with
+        self._begun = 0  # sequences whose first tokens the reader was just given
         self._deltas = deltas
         self._loop = loop
         self._running = self._over = False
@@ -60,6 +66,7 @@ class Generation(AsyncIterator[RequestOutput]):
             raise RuntimeError("this generation is being read by another task")
         self._running = True
         try:
+            self._tell()
             output = None if self._over else await self._next()
         except BaseException:
             self._close()
@@ -82,6 +89,7 @@ class Generation(AsyncIterator[RequestOutput]):
                 flight.news = False
                 output = answer.news() if self._deltas else answer.output()
                 if output is not None:
+                    self._begun, flight.begun = flight.begun, 0
                     return output
             if flight.error is not None:
                 raise flight.error
@@ -98,9 +106,15 @@ class Generation(AsyncIterator[RequestOutput]):
         """Abort the request, if it has not ended. May be called at any time, again too."""
         self._close()
 
+    def _tell(self) -> None:
+        if self._begun:
+            begun, self._begun = self._begun, 0
+            self._told(self._flight, begun)
+
     def _close(self) -> None:
         if not self._over:
             self._over = True
+            self._tell()
             self._leave(self._flight)
             if self._flight.waiter is not None:  # another task waits here: it must not wait for ever
                 self._flight.wake()

@@ -18,6 +18,7 @@ from octavo.engine.outputs import Answer
 from octavo.engine.report import LogReport, Report
 from octavo.engine.settings import make_config
 from octavo.errors import ConfigError, InvalidRequest, RequestError, UnsupportedError, WorkerDied, shown
+from octavo.scheduler.preempt import PreemptionStats
 
 if TYPE_CHECKING:
     from octavo.engine.factory import Engine
@@ -45,8 +46,10 @@ class LLM:
         kv_cache_memory_bytes: int | None = None, enable_prefix_caching: bool | None = None, kv_cache_dtype: str = "auto",
         num_threads: int | None = None, seed: int = 0, tokenizer: str | None = None, revision: str | None = None,
         scheduling_policy: str = "fcfs", tenant_weights: Mapping[str, float] | str | None = None, admission: str = "optimistic",
-        target_itl_ms: float | None = None, max_logprobs: int = 20, generation_config: str = "auto", chat_template: str | None = None,
-        backend: str = "native", report: Report | None = None, **others: Any,
+        target_itl_ms: float | None = None, kv_swap_bytes: int | None = None, kv_swap_path: str | os.PathLike[str] | None = None,
+        swap_space: float | None = None, preemption_mode: str = "auto", max_logprobs: int = 20, generation_config: str = "auto",
+        chat_template: str | None = None, backend: str = "native", enable_weight_cache: bool | None = None, report: Report | None = None,
+        **others: Any,
     ) -> None:
         from octavo.engine import factory  # numpy and all the rest: only now
 
@@ -55,9 +58,10 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_kv_blocks=num_kv_blocks,
             kv_cache_memory_bytes=kv_cache_memory_bytes, enable_prefix_caching=enable_prefix_caching, kv_cache_dtype=kv_cache_dtype,
             num_threads=num_threads, seed=seed, tokenizer=tokenizer, revision=revision, scheduling_policy=scheduling_policy,
-            tenant_weights=tenant_weights, admission=admission, target_itl_ms=target_itl_ms,
+            tenant_weights=tenant_weights, admission=admission, target_itl_ms=target_itl_ms, kv_swap_bytes=kv_swap_bytes,
+            kv_swap_path=kv_swap_path, swap_space=swap_space, preemption_mode=preemption_mode,
             max_logprobs=max_logprobs, generation_config=generation_config, chat_template=chat_template, backend=backend,
-            **others,
+            enable_weight_cache=enable_weight_cache, **others,
         )
         if report is None:
             show_log()
@@ -76,6 +80,11 @@ class LLM:
         self._numbers = itertools.count()
 
     # -- facts
+
+    @property
+    def engine(self) -> "Engine":
+        """The wired engine, for measurements: nothing that it holds may be called while requests run."""
+        return self._running()
 
     @property
     def config(self) -> Config:
@@ -106,6 +115,11 @@ class LLM:
     def num_preemptions(self) -> int:
         """How often a request lost its blocks to another since the start."""
         return self._running().core.counters.preemptions
+
+    @property
+    def preemption_stats(self) -> PreemptionStats:
+        """What preemptions did since the start, and what the swap tier holds now."""
+        return self._running().scheduler.preemption_stats()
 
     @property
     def kv_ledger(self) -> "KvLedger":

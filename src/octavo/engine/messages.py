@@ -140,6 +140,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     kv_reserved_slots: int = 0  # token slots of live blocks that are not used yet
     cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache
     cache_hits: int = 0  # of them: found
+    tokens_recomputed: int = 0  # computed tokens that were computed once more, after a preemption
+    blocks_out: int = 0  # moved to the swap tier
+    blocks_in: int = 0  # moved back
+    tier_total: int = 0  # blocks of the swap tier
+    tier_used: int = 0
+    swapped: int = 0  # waiting sequences that have blocks there
 
     @property
     def kv_live(self) -> int:

@@ -216,11 +216,12 @@ class EngineLoop:
 
     def _stats(self) -> m.EngineStats:
         scheduler, counters = self._scheduler, self._core.counters
-        ledger = scheduler.kv.ledger()
+        ledger, lost = scheduler.kv.ledger(), scheduler.preemption_stats()
         return m.EngineStats(
             len(scheduler.running), scheduler.num_waiting, ledger.total, ledger.free, counters.steps, counters.tokens_planned,
-            counters.tokens_sampled, counters.preemptions, counters.tokens_lost, ledger.cached, ledger.shared, ledger.logical, ledger.reserved_slots,
-            counters.cache_queries, counters.cache_hits,
+            counters.tokens_sampled, lost.preemptions, lost.tokens_lost, ledger.cached, ledger.shared, ledger.logical, ledger.reserved_slots,
+            counters.cache_queries, counters.cache_hits, lost.tokens_recomputed, lost.blocks_out, lost.blocks_in, lost.tier_blocks, lost.tier_used,
+            lost.requests_swapped,
         )
 
 

@@ -1,6 +1,7 @@
 """From what a caller writes to a checked Config: types and ranges here, what depends on the model in factory.resolve()."""
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -16,6 +17,7 @@ KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8"
 KNOWN_KV_DTYPES = (*KNOWN_DTYPES, "fp8_e5m2", "fp8_inc", "nvfp4")
 POLICIES = ("fcfs", "priority", "lpm", "fair")
 ADMISSIONS = ("optimistic", "predicted")
+MODES = ("auto", "swap", "recompute")
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
 LONGEST_MS = 1e9  # of a target; more is a mistake
 MOST_THREADS = 1024  # the native pool's limit
@@ -30,7 +32,9 @@ def make_config(
     max_num_batched_tokens: Any = None, block_size: Any = BLOCK_SIZE, num_kv_blocks: Any = None, kv_cache_memory_bytes: Any = None,
     enable_prefix_caching: Any = None, kv_cache_dtype: Any = "auto", num_threads: Any = None, seed: Any = 0, tokenizer: Any = None,
     revision: Any = None, scheduling_policy: Any = "fcfs", tenant_weights: Any = None, admission: Any = "optimistic", target_itl_ms: Any = None,
-    max_logprobs: Any = 20, generation_config: Any = "auto", chat_template: Any = None, backend: Any = "native", **others: Any,
+    kv_swap_bytes: Any = None, kv_swap_path: Any = None, swap_space: Any = None, preemption_mode: Any = "auto",
+    max_logprobs: Any = 20, generation_config: Any = "auto", chat_template: Any = None, backend: Any = "native", enable_weight_cache: Any = None,
+    **others: Any,
 ) -> Config:
     """Check every setting by itself and sort it into its section; names are vLLM's. ``others``: see engine/compat.py.
 
@@ -47,8 +51,9 @@ def make_config(
             f"quantization={shown(quantization)} is not served yet: leave it None (GGUF files are dequantized to the compute dtype at load)",
             "quantization",
         )
-    if enable_prefix_caching is not None and not isinstance(enable_prefix_caching, bool):
-        raise ConfigError(f"enable_prefix_caching must be true, false or None, not {shown(enable_prefix_caching)}", "enable_prefix_caching")
+    for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enable_weight_cache", enable_weight_cache)):
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true, false or None, not {shown(value)}", name)
     if _whole(block_size, "block_size", 1) != BLOCK_SIZE:
         raise UnsupportedError(f"block_size must be {BLOCK_SIZE}, the width of a kernel tile, not {shown(block_size)}", "block_size")
     if num_kv_blocks is not None and kv_cache_memory_bytes is not None:
@@ -61,7 +66,8 @@ def make_config(
         num_kv_blocks=_maybe(num_kv_blocks, "num_kv_blocks", 1, 2**31 // BLOCK_SIZE - 1),
         kv_cache_memory_bytes=_maybe(kv_cache_memory_bytes, "kv_cache_memory_bytes", 1, 2**63 - 1),
         kv_cache_dtype=_dtype(kv_cache_dtype, "kv_cache_dtype", KV_DTYPES, KNOWN_KV_DTYPES),
-        enable_prefix_caching=enable_prefix_caching is not False,
+        enable_prefix_caching=enable_prefix_caching is not False, kv_swap_bytes=(swap := _swap_bytes(kv_swap_bytes, swap_space)),
+        kv_swap_path=_swap_path(kv_swap_path, swap),
     )
     tokens = _maybe(max_num_batched_tokens, "max_num_batched_tokens", 1, MOST)
     scheduler = SchedulerConfig(
@@ -69,7 +75,10 @@ def make_config(
         max_num_batched_tokens=DEFAULT_BATCHED_TOKENS if tokens is None else tokens,
         policy=_choice(scheduling_policy, "scheduling_policy", POLICIES), tenant_weights=_weights(tenant_weights, scheduling_policy),
         admission=_choice(admission, "admission", ADMISSIONS), target_itl_ms=_milliseconds(target_itl_ms, "target_itl_ms"),
+        preemption_mode=_choice(preemption_mode, "preemption_mode", MODES),
     )
+    if preemption_mode == "swap" and not swap:
+        raise ConfigError("preemption_mode is 'swap', and kv_swap_bytes is 0: give the bytes of the swap tier", "preemption_mode")
     runner = RunnerConfig(
         backend=_choice(backend, "backend", ("native", "torch")),
         num_threads=_maybe(num_threads, "num_threads", 1, MOST_THREADS),
@@ -79,6 +88,7 @@ def make_config(
     section = ModelConfig(
         model=model, revision=revision, tokenizer=tokenizer, dtype=_dtype(dtype, "dtype"), max_model_len=context_length(max_model_len),
         generation_config=_choice(generation_config, "generation_config", ("auto", "vllm")) == "auto", chat_template=chat_template,
+        enable_weight_cache=enable_weight_cache is not False,
     )
     return Config(model=section, kv=kv, scheduler=scheduler, runner=runner)
 
@@ -114,6 +124,32 @@ def _weights(given: Any, policy: Any) -> tuple[tuple[str, float], ...]:
     return tuple(found.items())
 
 
+def _swap_bytes(given: Any, gib: Any) -> int:
+    """``kv_swap_bytes``, or vLLM's ``swap_space`` in GiB. Raises: ConfigError."""
+    if gib is not None:
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < 2**33:
+            raise ConfigError(f"swap_space must be a number of GiB from 0, not {shown(gib)}", "swap_space")
+        if given is not None:
+            both = f"kv_swap_bytes ({shown(given)}) and swap_space ({shown(gib)} GiB)"
+            raise ConfigError(f"{both} both set the swap tier's size: give one of them", "kv_swap_bytes")
+        return int(gib * 2**30)
+    return 0 if given is None else _whole(given, "kv_swap_bytes", 0, 2**63 - 1)
+
+
+def _swap_path(given: Any, swap: int) -> str | None:
+    if given is None:
+        return None
+    try:
+        path = os.fspath(given)
+    except TypeError:
+        path = None
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"kv_swap_path must be a folder or the name of a new file, not {shown(given)}", "kv_swap_path")
+    if not swap:
+        raise ConfigError(f"kv_swap_path is {shown(path)}, and kv_swap_bytes is 0: give the bytes of the swap tier", "kv_swap_path")
+    return path
+
+
 def _milliseconds(value: Any, name: str) -> float | None:
     if value is None:
         return None
@@ -140,8 +176,6 @@ def context_length(value: Any) -> int | None:
 
 
 def _path(model: Any) -> str:
-    import os
-
     try:
         path = os.fspath(model)
     except TypeError:

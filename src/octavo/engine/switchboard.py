@@ -18,7 +18,7 @@ from octavo.observe.events import Admitted, Preempted
 
 
 class Listener(Protocol):
-    """Hears what happens to sequences, on the event loop; ``sequence`` is an id in the engine. Once per sequence and in this order:"""
+    """Hears what happens to sequences, on the event loop; ``sequence`` is an id in the engine. Once each, in this order, but for the last:"""
 
     def arrived(self, sequences: Iterable[str], num_prompt: int, params: SamplingParams, arrival: float, tenant: str) -> None:
         """A request was accepted; its n sequences."""
@@ -28,6 +28,9 @@ class Listener(Protocol):
 
     def ended(self, sequence: str, reason: str, now: float) -> None:
         """A sequence is over, for the reason that its caller is told: stop (a stop string too), length, abort, error."""
+
+    def first_tokens(self, count: int, seconds: float) -> None:
+        """So long after their request's arrival its reader has dealt with the first tokens of ``count`` sequences; it may have ended by then."""
 
 
 class Switchboard:
@@ -99,6 +102,8 @@ class Switchboard:
                 continue  # its reader left, or a stop string ended it
             flight, index = found
             assert flight.answer is not None
+            if delta.tokens and not flight.answer.samples[index].tokens:
+                flight.begun += 1
             try:
                 by_text = flight.answer.apply(index, delta, now)
             except Exception as error:  # one answer's text is at fault, nobody else's
@@ -124,6 +129,11 @@ class Switchboard:
         if event.request_id in self.queued:
             self.queued.remove(event.request_id)
             self.admissions.append(at)
+
+    def told(self, flight: Flight, count: int) -> None:
+        """The reader has dealt with the first tokens of ``count`` of the request's sequences."""
+        assert flight.answer is not None
+        self._tell("first_tokens", count, time.monotonic() - flight.answer.metrics.arrival)
 
     # -- the end of a request
 

@@ -198,10 +198,11 @@ class KvManager:
                 table.keys = None
         return self.pool.num_free - free
 
-    def release(self, request_id: str) -> int:
-        """Give up a request's table. Returns how many blocks are in no table any more: sealed ones are cached now."""
+    def release(self, request_id: str, sound: bool = True) -> int:
+        """Give up a request's table. Returns how many blocks are in no table any more: sealed ones are cached now, those of
+        others' keys too, unless it is not ``sound``: what it was to compute may be missing."""
         table = self._tables.pop(request_id)
-        index, keys = self._index, table.keys
+        index, keys = self._index, table.keys if sound else None
         if index is None or keys is None or not table.sealed:
             return self.pool.give_back(table.blocks)
         # Some of its blocks may be doubles of others' that have the keys. Where such a one was evicted meanwhile, its own takes the key;

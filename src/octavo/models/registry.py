@@ -9,6 +9,7 @@ from octavo.models import llama, qwen
 from octavo.models.spec import Fields, ModelSpec, from_config, from_gguf
 from octavo.ops.table import Provider
 from octavo.weights.loader import load_weights
+from octavo.weights.packed import PackedStore
 from octavo.weights.rules import Ignored, WeightRule
 
 
@@ -78,13 +79,14 @@ def read_spec(checkpoint: Any) -> ModelSpec:
 
 
 def load(
-    checkpoint: Any, provider: Provider, dtype: str, *, spec: ModelSpec | None = None, progress: Callable[[int, int], None] | None = None
+    checkpoint: Any, provider: Provider, dtype: str, *, spec: ModelSpec | None = None, progress: Callable[[int, int], None] | None = None,
+    store: PackedStore | None = None,
 ) -> LoadedModel:
     """Read the spec (unless given) and all weights. ``dtype``: bfloat16 | float32. See weights.loader.load_weights."""
     spec = spec or read_spec(checkpoint)
     family = FAMILIES[spec.arch]
     weights = load_weights(
         checkpoint, family.rules(spec), provider, dtype, layout=checkpoint.layout, ignored=family.ignored(spec),
-        pairwise_rotary=checkpoint.layout == "gguf" and family.pairwise_rotary, progress=progress,
+        pairwise_rotary=checkpoint.layout == "gguf" and family.pairwise_rotary, progress=progress, store=store,
     )
     return LoadedModel(spec, family.model, weights)

@@ -10,8 +10,10 @@ What a number means, where that is a choice:
 - ``prompt_tokens`` rises when a sequence's first token is there, not when it arrives.
 - Latencies and token histograms are of sequences that ended by themselves (stop, length); ``request_success`` counts every end under
   its reason: also abort (the client left) and error.
-- Time to first token and end-to-end time run from the request's arrival to the moment the API process has the tokens in hand; everything else is
-  on the engine's clock (the same monotonic clock): queue until first scheduled, prefill until the first token, decode until the last one.
+- A request arrives when its bytes reach this machine (server/http.py). Time to first token runs from there until the first token has been dealt
+  with by its reader: written to the client's socket, or taken in where the answer is not streamed. End-to-end time runs until the API
+  process has the last token in hand. Everything else is on the engine's clock (the same monotonic clock): queue until first scheduled, prefill
+  until the first token, decode until the last one.
 - Tokens per tenant are counted as the totals are. Clients choose their names, so only ``MOST_TENANTS`` get a label: those that the
   setting tenant_weights names, then the first ones seen; all others are counted together as "(other)", those without a name as "(none)".
 - A delta of several tokens (speculation) is one gap of ``inter_token_latency_seconds``.
@@ -47,7 +49,7 @@ MOST_TENANTS = 64  # labels
 NO_TENANT, OTHER_TENANTS = "(none)", "(other)"
 
 HISTOGRAMS: dict[str, tuple[tuple[float, ...] | None, str]] = {  # None: token counts, up to the context
-    "time_to_first_token_seconds": (TTFT, "Arrival to first token."),
+    "time_to_first_token_seconds": (TTFT, "Arrival to first token, written to the client where the answer is streamed."),
     "inter_token_latency_seconds": (PER_TOKEN, "Between tokens of one sequence."),
     "request_time_per_output_token_seconds": (PER_TOKEN, "Mean time of a sequence's tokens after the first."),
     "e2e_request_latency_seconds": (REQUEST, "Arrival to last token."),
@@ -108,7 +110,7 @@ class Metrics(Collector):
     """All numbers of one engine, and their text for a scraper. Call it from one thread only.
 
     ``arrived`` once per accepted request, ``batch`` with each batch from the engine, ``ended`` once per sequence, in this
-    order. Nothing is kept of a sequence that has ended.
+    order; ``first_tokens`` at any time. Nothing is kept of a sequence that has ended.
     """
 
     def __init__(self, model_name: str, config: "Config", *, engine: int = 0) -> None:
@@ -122,6 +124,7 @@ class Metrics(Collector):
         self._cache = {
             "block_size": str(config.kv.block_size), "cache_dtype": config.kv.kv_cache_dtype,
             "enable_prefix_caching": str(config.kv.enable_prefix_caching), "num_kv_blocks": str(config.kv.num_kv_blocks),
+            "kv_swap_bytes": str(config.kv.kv_swap_bytes),
         }
         named = [name for name, _ in config.scheduler.tenant_weights][: MOST_TENANTS - 1]
         self.tenants: dict[str, list[int]] = {name: [0, 0] for name in (NO_TENANT, *named)}  # label → prompt tokens, generated tokens
@@ -165,7 +168,7 @@ class Metrics(Collector):
                 times.scheduled = batch.begun
         for delta in batch.deltas:
             if delta.tokens:
-                self._tokens(delta, batch.ended, now)
+                self._tokens(delta, batch.ended)
 
     def ended(self, sequence: str, reason: str, now: float) -> None:
         """A sequence is over, for the reason that its caller was told. Unknown ones are ignored: they were refused or told already."""
@@ -187,6 +190,11 @@ class Metrics(Collector):
         if times.num_tokens > 1:
             put["request_time_per_output_token_seconds"].observe((times.last - times.first) / (times.num_tokens - 1))
 
+    def first_tokens(self, count: int, seconds: float) -> None:
+        """The first tokens of ``count`` sequences have been dealt with, so long after their request's arrival."""
+        for _ in range(count):
+            self.histograms["time_to_first_token_seconds"].observe(seconds)
+
     def _ledger(self, stats: "EngineStats | None") -> Iterator[Metric]:
         """Where the KV blocks are: live, cached and free ones are all of the pool."""
         names, values = list(self._labels), list(self._labels.values())
@@ -206,7 +214,7 @@ class Metrics(Collector):
             gauge.add_metric(values, value)
             yield gauge
 
-    def _tokens(self, delta: "Delta", at: float, now: float) -> None:
+    def _tokens(self, delta: "Delta", at: float) -> None:
         times = self._open.get(delta.request_id)
         if times is None:
             return  # ended for its caller by a stop string or a disconnect: nobody gets these tokens
@@ -218,7 +226,6 @@ class Metrics(Collector):
             self.prompt_tokens += times.num_prompt
             self.prompt_tokens_cached += delta.num_cached
             times.tenant[0] += times.num_prompt
-            self.histograms["time_to_first_token_seconds"].observe(now - times.arrival)
         else:
             self._gap.observe(at - times.last)
         times.last = at
@@ -244,7 +251,10 @@ class Metrics(Collector):
         stats = self.stats
         gauges = {
             "num_requests_running": (self.running, "Sequences running."), "num_requests_waiting": (self.waiting, "Sequences in the queue."),
+            "num_requests_swapped": (min(stats.swapped, len(self._open)) if stats else 0, "Waiting sequences that have KV blocks in the swap tier."),
             "kv_cache_usage_perc": (kv_use(stats), "Part of the KV blocks in use: 1 is all."),
+            "cpu_cache_usage_perc": (
+                stats.tier_used / stats.tier_total if stats and stats.tier_total else 0.0, "Part of the swap tier's blocks in use: 1 is all."),
         }
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
@@ -256,7 +266,7 @@ class Metrics(Collector):
         yield info
         counters = {
             "num_preemptions": (stats.preemptions if stats else 0, "Times that a sequence lost its blocks to another."),
-            "recomputed_tokens": (stats.tokens_lost if stats else 0, "Computed tokens that preemptions threw away."),
+            "recomputed_tokens": (stats.tokens_recomputed if stats else 0, "Computed tokens that were computed once more, after a preemption."),
             "prompt_tokens": (self.prompt_tokens, "Prompt tokens, cached ones too."),
             "prompt_tokens_cached": (self.prompt_tokens_cached, "Prompt tokens that were not computed, as the prefix cache had them."),
             "prefix_cache_queries": (stats.cache_queries if stats else 0, "Prompt tokens looked up in the prefix cache."),
@@ -267,6 +277,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=names)
             counter.add_metric(values, value)
             yield counter
+        text = "KV blocks moved to the swap tier (out) and back (in)."
+        swapped = CounterMetricFamily(PREFIX + "swapped_blocks", text, labels=[*names, "direction"])
+        for direction, count in (("out", stats.blocks_out), ("in", stats.blocks_in)) if stats else (("out", 0), ("in", 0)):
+            swapped.add_metric([*values, direction], count)
+        yield swapped
         for place, (name, text) in enumerate((("prompt", "Prompt tokens computed, by tenant."), ("generation", "Tokens generated, by tenant."))):
             tokens = CounterMetricFamily(f"{PREFIX}tenant_{name}_tokens", text, labels=[*names, "tenant"])
             for tenant, counts in self.tenants.items():

@@ -25,7 +25,7 @@ class Traffic:
         now, last = self._now(), self._last
         self._last = now
         stats = self._metrics.stats
-        seconds, came, went, lost, asked, hits = (new - old for new, old in zip(now, last, strict=True))
+        seconds, came, went, lost, asked, hits, again, out, back = (new - old for new, old in zip(now, last, strict=True))
         busy = bool(came or went or self._metrics.num_open)
         was_busy, self._busy = self._busy, busy
         if not (busy or was_busy) or seconds <= 0:
@@ -35,7 +35,11 @@ class Traffic:
         if asked:
             line += f", prefix cache hits {100 * hits / asked:.1f} %"
         if lost:
-            line += f", preemptions {int(lost)}"
+            line += f", preemptions {lost:g}"
+        if again:
+            line += f", recomputed {again:g} tokens"
+        if out or back:
+            line += f", swapped {out:g} blocks out and {back:g} in"
         self._logger.info("%s", line)
         return line
 
@@ -45,7 +49,7 @@ class Traffic:
             await asyncio.sleep(every)
             self.tell()
 
-    def _now(self) -> tuple[float, int, int, int, int, int]:
+    def _now(self) -> tuple[float, ...]:
         metrics, stats = self._metrics, self._metrics.stats
-        totals = (stats.preemptions, stats.cache_queries, stats.cache_hits) if stats else (0, 0, 0)
-        return self._clock(), metrics.prompt_tokens, metrics.generation_tokens, *totals
+        said = ("preemptions", "cache_queries", "cache_hits", "tokens_recomputed", "blocks_out", "blocks_in")
+        return self._clock(), metrics.prompt_tokens, metrics.generation_tokens, *(getattr(stats, name, 0) for name in said)

@@ -1,5 +1,7 @@
 """The native CPU provider: packs weights into kernel order, holds the KV blocks, compiles models (ops/recorder.py)."""
 
+import functools
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +11,16 @@ import numpy as np
 
 from octavo.config import BLOCK_SIZE, KV_BITS
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
+from octavo.ops.image import Image, rebuild, take
 from octavo.ops.recorder import Matrix, NativeProgram, Recorder, Vector, address_of, pad
 from octavo.ops.threads import allowed_threads
 
 ISA_VARIABLE = "OCTAVO_ISA"
+HANDLES = {kind.__name__: kind for kind in (Matrix, Vector)}  # of weights
 SLAB_BYTES = 64 << 20  # weights are laid into slabs of huge pages
+PACKING = 1  # raise it whenever the bytes of packed weights, or what their handles say, change for the same weights
+
+
 def native_info() -> dict[str, str]:
     """The best instruction-set variant of this CPU, the available ones (comma separated, best last), the compiler."""
     from octavo import _native
@@ -49,6 +56,14 @@ class NativeKvStore:
         blocks = self.blocks
         blocks[target] = blocks[source]
 
+    def read_block(self, block: int) -> memoryview:
+        """The block itself."""
+        return self.blocks[block].data
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Fill a block."""
+        self.blocks[block] = data
+
 
 class NativeProvider:
     """Weights in kernel order, and programs over them.
@@ -75,7 +90,9 @@ class NativeProvider:
         self.new_memory = _native.Memory
         self.new_program = _native.Program
         self._slabs: list[Any] = []
+        self._maps: list[np.ndarray] = []  # adopted images
         self._room: tuple[int, int] = (0, 0)  # next free address of the current slab, bytes left
+        self._places: list[tuple[int, int]] = []  # (address, bytes) of all that was packed
 
     @property
     def num_threads(self) -> int:
@@ -122,6 +139,30 @@ class NativeProvider:
         self.weight_bytes += data.nbytes
         return Vector(data, joined.size)
 
+    @property
+    def packing(self) -> str:
+        """All that decides, besides the weights, what their packed bytes and handles are."""
+        return f"native packing {PACKING}, {self.dtype}, library {_library_hash()}"
+
+    def image(self, handles: Mapping[str, Any]) -> tuple[Image, dict[str, Any]]:
+        """All that was packed so far as one piece of memory, and what else ``adopt`` has to know."""
+        return take(handles, self._places, self._view), {"weight_bytes": self.weight_bytes}
+
+    def adopt(self, description: Mapping[str, Any], memory: np.ndarray) -> dict[str, Any]:
+        """The handles of an image that a provider of the same ``packing`` made; ``memory`` is kept. Raises: as image.rebuild does."""
+        handles = dict(rebuild(description["handles"], HANDLES, memory, address_of(memory)))
+        self._maps.append(memory)
+        self.weight_bytes += description["weight_bytes"]
+        return handles
+
+    def checksum(self, data: np.ndarray) -> int:
+        """Of an array's bytes, at memory speed: finds damage."""
+        return int(self.pool.checksum(address_of(data), data.nbytes))
+
+    def _view(self, address: int, nbytes: int) -> np.ndarray:
+        slab = next(slab for slab in self._slabs if slab.address <= address < slab.address + slab.nbytes)
+        return np.frombuffer(slab, np.uint8)[address - slab.address :][:nbytes]
+
     def kv_store(self, kv_spec: Any, num_blocks: int) -> NativeKvStore:
         """Memory for the blocks. Raises: ConfigError for sizes that cannot be, UnsupportedError for other block sizes."""
         if kv_spec.block_size != BLOCK_SIZE:
@@ -157,8 +198,18 @@ class NativeProvider:
             self._slabs.append(slab)
             address, left = slab.address, slab.nbytes
         self._room = (address + nbytes, left - nbytes)
+        self._places.append((address, nbytes))
         self.weight_bytes += nbytes
         return address
+
+
+@functools.cache
+def _library_hash() -> str:
+    """Of the library's file: another build may pack in another way, though nobody raised PACKING."""
+    from octavo import _native
+
+    with open(_native.__file__, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _host(part: Any) -> np.ndarray:

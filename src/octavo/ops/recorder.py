@@ -7,7 +7,7 @@ share memory); native/include/octavo.h has the layout of an op, and each kernel 
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ MAX_HEAD_DIM = 512
 SAMPLE_ROWS = 64
 _OP = struct.Struct("<2i10Q12i4f")
 _EMBED, _NORM, _LINEAR, _ROPE_TABLE, _ROPE_STORE, _ATTENTION, _TAKE_ROWS, _SAMPLE = range(8)
+_NAMES = ("embed", "norm", "linear", "rope table", "rope+store", "attention", "take rows", "sample")
 _STORE, _RESIDUAL, _SILU_MUL = range(3)
 _ROWS = {"T": 0, "R": 1, "tile": 2}
 _F32, _FUSED = 1, 2
 _KV_TYPES = {"bfloat16": 0, "float32": 1, "fp8_e4m3": 2, "int8": 3, "int4": 4}
+_FORWARD, _SAMPLE_SEGMENT = 1, 2
 
 
 def pad(n: int, to: int = 32) -> int:
@@ -70,13 +72,24 @@ class Buffer:
     norm: tuple["Buffer", Vector, float] | None = None  # what made it, if a norm did: a linear op may do it again
 
 
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """What measurements need to know of a recorded op."""
+
+    name: str  # "norm", "linear 576→960"
+    rows: str  # T | R | tile: what it is done for
+    weight_bytes: int = 0  # packed weights that it reads (embed: of a row)
+    products: int = 0  # multiply-adds for a row
+
+
 @dataclass(slots=True)
 class _Recorded:
     code: int
     flags: int
     operands: list[Any]  # Buffer, address, or None
-    numbers: list[int]
-    floats: list[float] = field(default_factory=list)
+    numbers: list[Any]
+    floats: list[float]
+    info: OpInfo
 
 
 class Recorder:
@@ -114,7 +127,8 @@ class Recorder:
         """See Ops."""
         self._vocab = table.n
         out = self._buffer("f32", "T", table.k)
-        self._emit(_EMBED, [address_of(self.step["tokens"]), table.address, out], ["T", pad(table.k), pad(table.k)], out=out)
+        info = OpInfo("embed", "T", pad(table.k) * self.provider.act_bytes)
+        self._emit(_EMBED, [address_of(self.step["tokens"]), table.address, out], ["T", pad(table.k), pad(table.k)], out=out, info=info)
         return out
 
     def norm(self, x: Buffer, weight: Vector, eps: float) -> Buffer:
@@ -157,7 +171,7 @@ class Recorder:
             _LINEAR,
             [x, weight.address, bias_address, residual, out],
             [x.rows, pad(x.cols), weight.panels, epilogue, pad(cols)],
-            out=out,
+            out=out, info=self._linear_info("linear", x.rows, weight),
         )
         return out
 
@@ -210,8 +224,9 @@ class Recorder:
         logits.last = 1 << 30
         self.logits = logits
         numbers = ["tile", pad(weight.k), weight.panels, _STORE, pad(weight.n)]
-        self._sample.append(_Recorded(_LINEAR, self._flag, [x, weight.address, 0, None, logits], numbers))
-        self._sample.append(_Recorded(_SAMPLE, self._flag, [logits], ["tile", pad(weight.n)]))
+        info = self._linear_info("head", "tile", weight)
+        self._sample.append(_Recorded(_LINEAR, self._flag, [x, weight.address, 0, None, logits], numbers, [], info))
+        self._sample.append(_Recorded(_SAMPLE, self._flag, [logits], ["tile", pad(weight.n)], [], OpInfo("sample", "tile")))
 
     # From calls to a program.
 
@@ -248,7 +263,8 @@ class Recorder:
             b"".join(self._pack(op) for op in self._sample),
             keep_alive,
         )
-        return NativeProgram(program, arena, arena_bytes, np.float32 if self.provider.act_bytes == 4 else np.uint16)
+        infos = [op.info for op in [*self._forward, *self._sample]]
+        return NativeProgram(program, arena, arena_bytes, np.float32 if self.provider.act_bytes == 4 else np.uint16, infos)
 
     def _fuse_norms(self) -> None:
         """A norm with one reader, a linear op: with few rows the linear op norms its input itself, in every thread."""
@@ -311,13 +327,18 @@ class Recorder:
         self._buffers.append(buffer)
         return buffer
 
-    def _emit(self, code: int, operands: list[Any], numbers: list[Any], floats: Sequence[float] = (), *, out: Buffer) -> None:
+    def _emit(self, code: int, operands: list[Any], numbers: list[Any], floats: Sequence[float] = (), *, out: Buffer,
+              info: OpInfo | None = None) -> None:
         index = len(self._forward)
         out.first = out.last = index
         for operand in operands:
             if isinstance(operand, Buffer):
                 operand.last = max(operand.last, index)
-        self._forward.append(_Recorded(code, self._flag, operands, numbers, list(floats)))
+        self._forward.append(_Recorded(code, self._flag, operands, numbers, list(floats), info or OpInfo(_NAMES[code], numbers[0])))
+
+    def _linear_info(self, name: str, rows: str, weight: Matrix) -> OpInfo:
+        weight_bytes = weight.panels * 16 * pad(weight.k) * self.provider.act_bytes
+        return OpInfo(f"{name} {weight.k}→{weight.n}", rows, weight_bytes, weight.k * weight.n)
 
     def _rope_table(self, rope: Any) -> Buffer:
         """Cosines and sines of the step's positions: one op for each distinct rope, before its first use."""
@@ -360,21 +381,36 @@ class Recorder:
 
 
 class NativeProgram:
-    """A recorded model. One native call per segment, without the GIL."""
+    """A recorded model. One native call per step, or per segment, without the GIL. ``ops`` are forward's, then sample's."""
 
-    def __init__(self, program: Any, arena: Any, arena_bytes: int, act: Any) -> None:
-        self._run = program.run
+    def __init__(self, program: Any, arena: Any, arena_bytes: int, act: Any, ops: list[OpInfo]) -> None:
+        self._program = program
+        self._run = program.run  # (segments)
+        self.ops = ops
         self._arena = arena
         self._act = act
         self.activation_bytes = arena_bytes + program.scratch_bytes
 
     def forward(self) -> None:
         """See Program. Raises: ValueError if the step's arrays point outside the program's buffers."""
-        self._run(0)
+        self._run(_FORWARD)
 
     def sample(self) -> None:
         """See Program."""
-        self._run(1)
+        self._run(_SAMPLE_SEGMENT)
+
+    def run(self) -> None:
+        """See Program. Raises: as forward."""
+        self._run(_FORWARD | _SAMPLE_SEGMENT)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Spent inside the native calls so far."""
+        return float(self._program.busy_ns) * 1e-9
+
+    def profile(self, on: bool) -> list[float]:
+        """Measure each op from now on (a clock read behind every op), or no longer. → seconds of each of ``ops`` since the last call."""
+        return [ns * 1e-9 for ns in self._program.profile(on)]
 
     def view(self, buffer: Buffer, rows: int) -> np.ndarray:
         """The first ``rows`` rows of a buffer as it lies in memory: float32, or uint16 with bfloat16 bits. For tests."""

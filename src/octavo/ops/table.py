@@ -59,7 +59,8 @@ class Ops(Protocol):
         Query head h reads KV head h // (H/G). Softmax in partitions of 256 absolute positions, combined left to right: in
         one, m = max of the scores, P = exp(score - m) rounded to act, and both the sum of P and P·V (in float32) use the
         rounded P (int8 and int4 caches: P is not rounded). The quotient is rounded to act once, at the end.
-        Masked positions are left out by selection: what the cache holds beyond a sequence's kv_len, or before all its windows, has no influence, NaN neither.
+        Masked positions are left out by selection: what the cache holds beyond a sequence's kv_len, or before all its windows,
+        has no influence, NaN neither.
 
         Source: Milakov & Gimelshein 2018 (online softmax).
         """
@@ -147,6 +148,9 @@ class Program(Protocol):
     def sample(self) -> None:
         """Head and sampler: fills the out_* and top_* arrays for R rows."""
 
+    def run(self) -> None:
+        """forward and sample in one call: for steps in which the host has nothing to do between them."""
+
 
 class KvStore(Protocol):
     """The memory behind the blocks; the provider chose its layout."""
@@ -156,6 +160,12 @@ class KvStore(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """K and V of all layers, bit for bit. Cost: 2 · block_bytes of memory traffic."""
+
+    def read_block(self, block: int) -> memoryview:
+        """A block's bytes, ``block_bytes`` of them; only until anything is written."""
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Fill a block with bytes that read_block gave, of this store or of one of the same kind and shape."""
 
 
 class Provider(Protocol):

@@ -6,6 +6,7 @@ a byte each here.
 
 from typing import Any
 
+import numpy as np
 import torch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -23,14 +24,25 @@ class TorchKvStore:
         self.scales = torch.zeros(shape[:-1], device=device) if self.dtype in CODES else None
         self.num_blocks = num_blocks
         self.block_size = kv_spec.block_size
-        held = (self.data,) if self.scales is None else (self.data, self.scales)
-        self.block_bytes = sum(tensor[:1].numel() * tensor.element_size() for tensor in held)
+        self._held = [self.data] if self.scales is None else [self.data, self.scales]
+        self.block_bytes = sum(tensor[:1].numel() * tensor.element_size() for tensor in self._held)
 
     def copy_block(self, source: int, target: int) -> None:
         """K and V of all layers."""
-        self.data[target] = self.data[source]
-        if self.scales is not None:
-            self.scales[target] = self.scales[source]
+        for held in self._held:
+            held[target] = held[source]
+
+    def read_block(self, block: int) -> memoryview:
+        """The block's bytes in the host's memory: codes, then scales."""
+        return memoryview(np.concatenate([held[block].cpu().contiguous().view(torch.uint8).reshape(-1).numpy() for held in self._held]))
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Fill a block."""
+        left = torch.from_numpy(np.array(data, np.uint8))
+        for held in self._held:
+            size = held[block].numel() * held.element_size()
+            held[block] = left[:size].view(held.dtype).reshape(held[block].shape).to(held.device)
+            left = left[size:]
 
     def write(self, blocks: torch.Tensor, offsets: torch.Tensor, layer: int, part: int, x: torch.Tensor) -> None:
         """K (part 0) or V (1) of tokens, [T, G, D] float32, to where blocks and offsets say."""

@@ -81,6 +81,11 @@ class TorchProgram:
         for start in range(0, len(x), TILE):
             sample_tile(_product(x[start : start + TILE], weight), self.step, self.slots, start)
 
+    def run(self) -> None:
+        """Both."""
+        self.forward()
+        self.sample()
+
     @torch.inference_mode()
     def logits(self) -> torch.Tensor:
         """The rows' raw logits of the last forward(), [R, V] float32: for tests and for teacher forcing."""

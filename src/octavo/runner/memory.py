@@ -16,16 +16,18 @@ class Ledger:
     kv: int
     activations: int
     available: int | None
+    swap: int = 0  # the swap tier, where it is in memory
 
     @property
     def free(self) -> int | None:
-        """What remains once the whole pool and all activations are touched; None where it cannot be known."""
-        return None if self.available is None else self.available - self.kv - self.activations
+        """What remains once the whole pool, the tier and all activations are touched; None where it cannot be known."""
+        return None if self.available is None else self.available - self.kv - self.activations - self.swap
 
     def line(self) -> str:
         """One line for people."""
         free = "unknown" if self.free is None else size(self.free)
-        return (f"weights {size(self.weights)}, KV pool {size(self.kv)} (committed as it is used), "
+        swap = f" and swap tier {size(self.swap)}" if self.swap else ""
+        return (f"weights {size(self.weights)}, KV pool {size(self.kv)}{swap} (committed as it is used), "
                 f"activations {size(self.activations)}, free {free}")
 
 

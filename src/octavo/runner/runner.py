@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from octavo.core.output import LogprobRow
-from octavo.core.step import PlanItem, SlotResult, StepPlan, StepResult
+from octavo.core.step import COPY, IN, OUT, Move, PlanItem, SlotResult, StepPlan, StepResult
 from octavo.ops.table import KvStore, Program
 from octavo.runner.batch import Batch, Rows
 from octavo.runner.slots import Slots
+from octavo.runner.tier import TierMemory
 
+PROBES = 4  # blocks that are moved at start to see how long that takes
 Bind = Callable[[Batch, Slots], Program]
 
 
@@ -19,12 +21,21 @@ class Runner:
     """One model, one KV store, one set of slots: the Executor of an engine in this process."""
 
     def __init__(self, bind: Bind, *, kv: KvStore | None, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-                 max_logprobs: int, vocab: int, block_size: int) -> None:
-        """``bind`` gives the program over the arrays of the batch and the slots. ``kv``: whose blocks the plans name."""
+                 max_logprobs: int, vocab: int, block_size: int, tier: TierMemory | None = None) -> None:
+        """``bind`` gives the program over the arrays of the batch and the slots. ``kv``: whose blocks the plans name; ``tier``:
+        where they may be moved."""
         self.slots = Slots(max_num_seqs, -(-max_model_len // block_size), vocab)
         self.batch = Batch(max_tokens=max_num_batched_tokens, max_seqs=max_num_seqs, max_logprobs=max_logprobs, vocab=vocab, block_size=block_size)
         self._kv = kv
+        self.tier = tier
         self._program: Program | None = bind(self.batch, self.slots)
+
+    @property
+    def program(self) -> Program:
+        """What runs, for measuring. Raises: RuntimeError after shutdown."""
+        if self._program is None:
+            raise RuntimeError("the runner was shut down")
+        return self._program
 
     @property
     def program_bytes(self) -> int | None:
@@ -36,8 +47,7 @@ class Runner:
 
         Raises: ValueError when the plan contradicts the slots; RuntimeError after shutdown.
         """
-        if self._program is None:
-            raise RuntimeError("the runner was shut down")
+        program = self.program
         began = time.perf_counter()
         slots = self.slots
         for slot in plan.freed:
@@ -47,25 +57,59 @@ class Runner:
                 slots.init(item)
             if item.new_blocks:
                 slots.extend(item.slot, item.new_blocks)
-        for source, target in plan.kv_copies:
-            if self._kv is None:
-                raise ValueError(f"plan {plan.number} copies blocks, and this runner has no KV store")
-            self._kv.copy_block(source, target)
+        swap_seconds, failed, why = self._move(plan.moves) if plan.moves else (0.0, [], "")
         results: list[SlotResult] = []
         if plan.items:
             rows = self.batch.fill(plan.items, slots)
-            self._program.forward()
-            if rows.num:
-                self._program.sample()
+            program.run()
             results = self._collect(plan.items, rows)
-        return StepResult(number=plan.number, slots=results, seconds=time.perf_counter() - began)
+        return StepResult(plan.number, results, time.perf_counter() - began, swap_seconds, failed, why)
+
+    def seconds_per_move(self) -> float:
+        """What moving a block out or in takes, tried with a few before the first step. Raises: OSError."""
+        assert self._kv is not None and self.tier is not None
+        blocks = range(min(PROBES, self._kv.num_blocks, self.tier.num_slots))
+        moves = [Move(kind, place, place) for place in blocks for kind in (OUT, IN)]
+        self._move(moves)  # the first time commits memory
+        seconds, _, why = self._move(moves)
+        if why:
+            raise OSError(why)
+        return seconds / len(moves)
 
     def shutdown(self) -> None:
-        """Let go of the program, the weights behind it and the KV memory. May be called twice."""
+        """Let go of the program, the weights behind it, the KV memory and the swap tier. May be called twice."""
         program, self._program, self._kv = self._program, None, None
+        tier, self.tier = self.tier, None
+        if tier is not None:
+            tier.close()
         close: Any = getattr(program, "close", None)
         if close is not None:
             close()
+
+    def _move(self, moves: list[Move]) -> tuple[float, list[int], str]:
+        """Move blocks, strictly in this order. Returns the seconds of moves out and in, the places of those that failed, and why.
+
+        Raises: ValueError without the memory that they name.
+        """
+        kv, tier = self._kv, self.tier
+        if kv is None or (tier is None and any(move.kind != COPY for move in moves)):
+            raise ValueError("the plan moves blocks, and this runner has no KV store, or no tier, to move them")
+        seconds, failed, why = 0.0, [], ""
+        for place, move in enumerate(moves):
+            if move.kind == COPY or tier is None:
+                kv.copy_block(move.source, move.target)
+                continue
+            began = time.perf_counter()
+            try:
+                if move.kind == OUT:
+                    tier.write(move.target, kv.read_block(move.source))
+                else:
+                    kv.write_block(move.target, tier.read(move.source))
+            except OSError as error:
+                failed.append(place)
+                why = why or f"a block could not be moved {move.kind}: {error}"
+            seconds += time.perf_counter() - began
+        return seconds, failed, why
 
     def _collect(self, items: list[PlanItem], rows: Rows) -> list[SlotResult]:
         """Read the outputs and note the new tokens in the slots."""

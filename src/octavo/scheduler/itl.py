@@ -1,6 +1,6 @@
 """The budget that keeps a step short enough for those who decode: ``--target-itl-ms``.
 
-A step's time is modelled as a + b · tokens, from the steps that were committed. While somebody decodes, the step gets as many tokens
+A step's time is modelled as a + b · tokens (times.py). While somebody decodes, the step gets as many tokens
 as the model allows within the target: the decodes all of theirs, prefill chunks the rest, and at least ``LEAST`` of them, so
 that a target which the decodes alone exceed slows prompts down and stops none. While nobody decodes there is nobody to keep waiting, and
 the budget is the whole one.
@@ -9,55 +9,19 @@ the budget is the whole one.
 from collections.abc import Sequence
 
 from octavo.core.request import Request
+from octavo.scheduler.times import StepTimes
 
 LEAST = 16  # tokens of prefill in a step, however tight the target: a block
-FRESH = 0.2  # the part of a size's mean that its newest step is
-FORGET = 0.98  # what remains of a size's weight with each step of another
-
-
-class StepTimes:
-    """Fits seconds ≈ a + b · tokens, a and b at least 0, over steps of all sizes.
-
-    Steps are gathered by size, in octaves: most are decodes of the same few tokens, and would outweigh the rare large one that the slope
-    depends on. Each octave keeps a moving mean; the line is their least-squares fit, in which an octave not seen lately counts
-    less, but is never quite forgotten while there is no other to tell the slope.
-    """
-
-    def __init__(self) -> None:
-        self._octaves: dict[int, list[float]] = {}  # octave → [weight, mean tokens, mean seconds]
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        octave = tokens.bit_length()
-        for other, mean in self._octaves.items():
-            if other != octave:
-                mean[0] = max(mean[0] * FORGET, 1e-6)
-        mean = self._octaves.setdefault(octave, [1.0, float(tokens), seconds])
-        mean[0] = 1.0
-        mean[1] += FRESH * (tokens - mean[1])
-        mean[2] += FRESH * (seconds - mean[2])
-
-    def fit(self) -> tuple[float, float] | None:
-        """(a, b), or None before the first step. One size alone says: all of it is b."""
-        points = self._octaves.values()
-        if not points:
-            return None
-        total = sum(w for w, _, _ in points)
-        x, y = (sum(p[0] * p[i] for p in points) / total for i in (1, 2))
-        spread = sum(w * (tokens - x) ** 2 for w, tokens, _ in points)
-        slope = sum(w * (tokens - x) * (seconds - y) for w, tokens, seconds in points) / spread if spread else y / x
-        slope = min(max(slope, 0.0), y / x)  # so that a is not below 0
-        return y - slope * x, slope
 
 
 class ItlBudget:
-    """The ``budget`` hook. ``running`` is the scheduler's list, ``most`` the whole budget."""
+    """The ``budget`` hook. ``running`` is the scheduler's list, ``most`` the whole budget, ``times`` hears of every step."""
 
-    def __init__(self, target_ms: float, most: int, running: Sequence[Request]) -> None:
+    def __init__(self, target_ms: float, most: int, running: Sequence[Request], times: StepTimes) -> None:
         self._target = target_ms / 1000
         self._most = most
         self._running = running
-        self.times = StepTimes()
+        self._times = times
 
     def __call__(self, now: float) -> int:
         """Tokens of the next step."""
@@ -66,13 +30,9 @@ class ItlBudget:
             pending = request.num_pending
             if pending - len(request.draft) <= 1:
                 decodes += pending
-        line = self.times.fit()
+        line = self._times.fit()
         if not decodes or line is None:
             return self._most
         fixed, each = line
         fitting = int((self._target - fixed) / each) if each > 0 else self._most if fixed <= self._target else 0
         return min(self._most, max(fitting, decodes + LEAST))
-
-    def stepped(self, tokens: int, seconds: float) -> None:
-        """Learn from a step."""
-        self.times.add(tokens, seconds)

@@ -28,14 +28,17 @@ import msgspec
 from octavo.config import SchedulerConfig
 from octavo.core.output import Delta
 from octavo.core.request import Request, State
-from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
+from octavo.core.step import IN, PlanItem, SlotInit, SlotResult, StepPlan, StepResult
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerDied
 from octavo.kv.manager import NO_MATCH, KvManager, Match
-from octavo.observe.events import Admitted, Event, Finished, Preempted
+from octavo.kv.tier import SwapTier
+from octavo.observe.events import Admitted, Event, Finished, Preempted, TierFailed
 from octavo.scheduler.admission import Predicted
 from octavo.scheduler.itl import ItlBudget
 from octavo.scheduler.policy import Policy, make_policy
+from octavo.scheduler.preempt import Preempter, PreemptionStats
 from octavo.scheduler.queue import WaitingQueue
+from octavo.scheduler.times import StepTimes
 
 AdmissionPredicate = Callable[[Request], bool]
 
@@ -48,7 +51,10 @@ class Counters:
     tokens_planned: int = 0  # rows of all forward passes
     tokens_sampled: int = 0  # output tokens committed
     preemptions: int = 0
-    tokens_lost: int = 0  # computed tokens that preemptions threw away
+    tokens_lost: int = 0  # computed tokens that preemptions threw away; the cache may have kept them
+    tokens_recomputed: int = 0  # computed tokens that were computed once more, after a preemption
+    blocks_out: int = 0  # moved to the swap tier
+    blocks_in: int = 0  # moved back
     cache_queries: int = 0  # prompt tokens that were looked up in the prefix cache, each once: not again after a preemption
     cache_hits: int = 0  # of them: found
 
@@ -67,7 +73,8 @@ class Scheduler:
     ``plan`` may be called again before the last plan's result is committed; results are committed in plan order.
     ``admission``: a request at the head of the queue is admitted only when all of these say yes; while one says no,
     nobody passes it. ``lookahead``: token slots to reserve beyond the known ones (where a drafter writes). ``budget``:
-    the token budget at a time, at most ``max_num_batched_tokens``, which is also the default. Policy, the predicate of
+    the token budget at a time, at most ``max_num_batched_tokens``, which is also the default. ``tier``: where victims' blocks
+    may go, and ``block_seconds`` a first guess of what moving one takes. Policy, the predicate of
     predicted admission and the budget of ``target_itl_ms`` are made from ``config`` where they are not given.
     """
 
@@ -80,6 +87,8 @@ class Scheduler:
         admission: Sequence[AdmissionPredicate] = (),
         lookahead: int = 0,
         budget: Callable[[float], int] | None = None,
+        tier: SwapTier | None = None,
+        block_seconds: float = 0.0,
     ) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(config, name) < 1:
@@ -93,8 +102,10 @@ class Scheduler:
         self._predicted = Predicted(self.running, kv, self._limit) if config.admission == "predicted" else None
         self._admission: list[AdmissionPredicate] = [*admission, *([self._predicted] if self._predicted else [])]
         self._lookahead = lookahead
-        self._itl = None if config.target_itl_ms is None else ItlBudget(config.target_itl_ms, config.max_num_batched_tokens, self.running)
-        self._budget = budget or self._itl
+        self._times, full = StepTimes(), config.max_num_batched_tokens
+        itl = None if config.target_itl_ms is None else ItlBudget(config.target_itl_ms, full, self.running, self._times)
+        self._budget = budget or itl
+        self._preempter = Preempter(config.preemption_mode, kv.block_size, tier, self._times, full, block_seconds)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones, the next at the end
         self._freed: list[int] = []  # given up since the last plan
@@ -102,7 +113,6 @@ class Scheduler:
         self._in_flight: dict[int, list[Request]] = {}  # plan number → whose items it has, in order
         self._sealed: dict[int, list[bytes]] = {}  # plan number → keys of the blocks that it completes, where there are any
         self._parked: dict[str, list[Request]] = {}  # whose fork → those that wait, outside the queue, for its prompt to be computed
-        self._copies: list[tuple[int, int]] = []  # of blocks, for the plan being made
         self._arrivals = 0
         self._turn = 0  # rises with each item of each plan
         self._longest = min(config.max_model_len, kv.capacity + 1)  # tokens that any request may have
@@ -158,6 +168,12 @@ class Scheduler:
         """Tokens that the prefix cache would spare this request now. Changes nothing."""
         scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
         return self.kv.match(request.tokens, request.block_keys).num_tokens if scored else 0
+
+    def preemption_stats(self) -> PreemptionStats:
+        """What preemptions did since the start."""
+        c, tier = self.counters, self._preempter.tier
+        held = (0, 0, 0) if tier is None else (tier.num_slots, tier.num_used, tier.num_requests)
+        return PreemptionStats(c.preemptions, c.tokens_lost, c.tokens_recomputed, c.blocks_out, c.blocks_in, *held)
 
     def take_events(self) -> list[Event]:
         """What happened since the last plan. Without this call it is in the next plan's ``events``."""
@@ -250,24 +266,29 @@ class Scheduler:
             self.running.append(request)
             request.state = State.RUNNING
             request.slot = self._slots.pop()
-            request.num_computed = match.num_tokens
+            start, back = match.num_tokens, 0
             request.known = length
             if match.tail is not None:
-                self._copies.append((match.tail, table[len(match.blocks)]))
-            if request.preemptions == 0:
+                self._preempter.copy(match.tail, table[len(match.blocks)])
+            if request.preemptions:
+                unscored = length if scored else request.num_scored
+                start, back = self._preempter.come_back(request, table, start, unscored, self.counters.steps + 1)
+                self.counters.blocks_in += back
+            else:
                 if fork is None:
                     request.num_cached = match.num_tokens
                     if scored and request.block_keys is not None:
                         self.counters.cache_queries += length
                         self.counters.cache_hits += match.num_tokens
-                self.policy.charge(request, length - match.num_tokens, 0)
-            take = min(length - match.num_tokens, budget)
-            self.kv.grow(request.id, match.num_tokens + take)
-            keys += self._seal(request, match.num_tokens + take)  # the next one admitted may use it
+                self.policy.charge(request, length - start, 0)
+            request.num_computed = start
+            take = min(length - start, budget)
+            self.kv.grow(request.id, start + take)
+            keys += self._seal(request, start + take)  # the next one admitted may use it
             chosen[request] = _Part(take, table, True)
             budget -= take
             found, forked = (0, match.num_tokens) if fork else (match.num_tokens, 0)
-            self._events.append(Admitted(request.id, request.slot, found, request.preemptions > 0, forked))
+            self._events.append(Admitted(request.id, request.slot, found, request.preemptions > 0, forked, start - match.num_tokens))
 
     def _fork(self, request: Request) -> Match | None:
         """What a sample takes over from another of its prompt, which runs and has computed it in earlier steps; else None.
@@ -296,22 +317,24 @@ class Scheduler:
         pool = self.kv.pool
         return f"{needy.id} needed {self.kv.blocks_for(tokens)} blocks for {tokens} tokens, {pool.num_available} of {pool.num_blocks} were free"
 
-    def _preempt(self, victim: Request, cause: str) -> None:
-        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew what the
-        cache has not kept by then.
+    def _preempt(self, victim: Request, cause: str, *, sound: bool = True) -> None:
+        """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew what neither
+        the tier nor, by then, the cache has kept. Not ``sound``: what is in its blocks is not known.
 
         Output tokens are kept. Rank and arrival order stay, so it is resumed before whoever came later.
         """
-        freed = self._leave_slot(victim)
-        self._events.append(Preempted(victim.id, cause, victim.num_computed, freed))
+        away = self._preempter.give_way(victim, self.kv.table(victim.id), self.counters.steps + 1, sound=sound)
+        freed, lost = self._leave_slot(victim, sound), victim.num_computed - away.tokens
+        self._events.append(Preempted(victim.id, cause, lost, freed, away.how, away.blocks, away.seconds))
         self.counters.preemptions += 1
-        self.counters.tokens_lost += victim.num_computed
+        self.counters.tokens_lost += lost
+        self.counters.blocks_out += away.blocks
         victim.num_computed = 0
         victim.preemptions += 1
         victim.state = State.WAITING
         self.waiting.push(victim)
 
-    def _leave_slot(self, request: Request) -> int:
+    def _leave_slot(self, request: Request, sound: bool = True) -> int:
         """Give up slot and blocks, and make every result in flight stale. Returns the blocks that nobody uses any more."""
         self.running.remove(request)
         self._slots.append(request.slot)
@@ -319,7 +342,7 @@ class Scheduler:
         request.slot = -1
         request.epoch += 1
         request.ahead = 0
-        return self.kv.release(request.id)
+        return self.kv.release(request.id, sound)
 
     def _build(self, chosen: dict[Request, _Part], keys: list[bytes]) -> StepPlan:
         """Turn the choice into a plan, and advance the requests as if it were computed."""
@@ -347,8 +370,7 @@ class Scheduler:
         self._in_flight[number] = list(chosen)
         if keys:
             self._sealed[number] = keys
-        copies, self._copies = self._copies, []
-        return StepPlan(number, items, freed, self.take_events(), copies)
+        return StepPlan(number, items, freed, self.take_events(), self._preempter.take_moves())
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -360,9 +382,13 @@ class Scheduler:
         Raises: WorkerDied when the result does not answer the plan (nothing is changed then).
         """
         _compare(plan, result)
+        if result.failed_moves:
+            self._tier_failed(plan, result)
         self._sealed.pop(plan.number, None)
-        if self._itl is not None:
-            self._itl.stepped(plan.num_tokens, result.seconds)
+        seconds, tokens = result.seconds - result.swap_seconds, plan.num_tokens
+        self._times.add(tokens, seconds)
+        preempter = self._preempter
+        preempter.committed(plan, result)
         deltas = []
         for request, item, found in zip(self._in_flight.pop(plan.number), plan.items, result.slots, strict=True):
             if request.epoch != item.epoch:
@@ -372,6 +398,11 @@ class Scheduler:
                 continue
             if item.score_to > item.score_from:
                 request.num_scored = item.score_to
+            if request.preemptions:
+                again, recovered = preempter.computed(request, item, seconds / tokens)
+                self.counters.tokens_recomputed += again
+                if recovered is not None:
+                    self._events.append(recovered)
             if item.sample:
                 deltas.append(self._append(request, found))
             elif found.prompt_logprobs:
@@ -402,21 +433,46 @@ class Scheduler:
         """End every request that has a part in a plan which could not be executed. Returns their last deltas.
 
         It is not known how far the plan got, so its ``freed`` slots are named again in the next one. What it was to compute is in
-        no cache, nor what plans in flight after it built on that: requests of theirs that hold such blocks start anew.
+        no cache and what it was to move out in no tier, nor what plans in flight after it built on that: requests of theirs
+        that hold such blocks start anew.
         """
-        lost = self.kv.forget([key for number in list(self._sealed) for key in self._sealed.pop(number)])
+        blocks, back = self._distrust(plan.number, plan.number)
+        self._preempter.lost(plan)
         deltas = []
         ended = set()
         for request, item in zip(self._in_flight.pop(plan.number), plan.items, strict=True):
             if request.epoch == item.epoch:
                 ended.add(request.id)
                 deltas.append(self._end(request, Delta(request.id, finish_reason="error", error=message, num_cached=request.num_cached)))
-        for request in list(self.running):
-            if request.fork_of in ended or not lost.isdisjoint(self.kv.table(request.id)):
-                self._preempt(request, f"step {plan.number} failed, which was to compute what {request.id} shares")
+        self._start_anew(f"step {plan.number} failed", blocks, back | ended)
         taken = {request.slot for request in self.running}
         self._freed.extend(slot for slot in plan.freed if slot not in self._freed and slot not in taken)
         return deltas
+
+    def _tier_failed(self, plan: StepPlan, result: StepResult) -> None:
+        """Moves of a step failed: the tier is given up. What could not be moved out is lost; who could not be brought back has
+        computed on nothing, and so has who shared that."""
+        if not self._preempter.failed:
+            self._preempter.failed = True
+            self._events.append(TierFailed(result.moves_error))
+        unfilled = any(plan.moves[place].kind == IN for place in result.failed_moves)
+        blocks, back = self._distrust(plan.number, plan.number if unfilled else plan.number + 1)
+        self._start_anew(f"the swap tier failed in step {plan.number}", blocks, back)
+
+    def _distrust(self, plan: int, since: int) -> tuple[set[int], set[str]]:
+        """What this plan and those in flight after it moved out is in no tier any more, and what plan ``since`` and those after it
+        computed in no cache. Returns the blocks that hold anything now, and who was brought back by ``since`` or later."""
+        blocks = self.kv.forget([key for number in list(self._sealed) if number >= since for key in self._sealed.pop(number)])
+        back = self._preempter.distrust(plan, since)
+        for request_id in back:
+            blocks.update(self.kv.table(request_id))
+        return blocks, back
+
+    def _start_anew(self, why: str, blocks: set[int], requests: set[str]) -> None:
+        """Those of these requests that run, who forked them, and who holds one of these blocks."""
+        for request in list(self.running):
+            if request.id in requests or request.fork_of in requests or not blocks.isdisjoint(self.kv.table(request.id)):
+                self._preempt(request, f"{why}, on which {request.id} depends", sound=False)
 
     def _end(self, request: Request, delta: Delta) -> Delta:
         """The one way out: everything the request held is given up. Returns its last delta."""
@@ -432,6 +488,7 @@ class Scheduler:
             request.epoch += 1
         request.state = State.FINISHED
         del self._requests[request.id]
+        self._preempter.forget(request.id)
         assert delta.finish_reason is not None
         if not parked:
             self.policy.ended(request)
@@ -448,7 +505,8 @@ class Scheduler:
         """
         self.kv.check()
         waiting = [*self.waiting, *(r for parked in self._parked.values() for r in parked)]
-        assert self._parked.keys() <= self._requests.keys() and not self._copies, "somebody waits for a request that is gone"
+        assert self._parked.keys() <= self._requests.keys(), "somebody waits for a request that is gone"
+        self._preempter.check({r.id for r in waiting}, set(self._requests))
         assert sorted(r.id for r in [*waiting, *self.running]) == sorted(self._requests), "a request is lost, or in two places"
         assert self.kv.holders() == {r.id for r in self.running}, "a table without a running request, or the reverse"
         slots = [r.slot for r in self.running] + self._slots

@@ -38,7 +38,7 @@ class Guard:
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
-        state.setdefault("arrival", time.monotonic())  # server/http.py has the moment of its first byte
+        state.setdefault("arrival", time.monotonic())  # server/http.py has the moment in which it came in
         started = False
 
         async def send_named(message: Message) -> None:

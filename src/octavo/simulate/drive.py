@@ -1,23 +1,28 @@
-"""Runs a load through the real scheduler and engine core in virtual time: what a policy does to whom, in milliseconds of computing.
+"""Runs a load through an engine core: ``drive`` on any executor and clock, ``simulate`` with the real scheduler in virtual time.
 
-No tensor, no token that means anything and no check of plans (that is SimExecutor's): only lengths and times.
+What a policy does to whom is seen in milliseconds of computing: ``simulate`` has no tensor, no token that means anything and no check of
+plans (that is SimExecutor's), only lengths and times. The benches drive the same loads through a real runner.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.config import SchedulerConfig
+from octavo.core.output import LogprobRow
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
-from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
+from octavo.core.step import COPY, PlanItem, SlotInit, SlotResult, StepPlan, StepResult
 from octavo.engine.core import EngineCore
 from octavo.kv.manager import KvManager
+from octavo.kv.tier import SwapTier
 from octavo.observe.events import Admitted, Event, Preempted
 from octavo.scheduler.scheduler import Counters, Scheduler
 from octavo.simulate.executor import VirtualClock
 
 END = 0  # the token that ends an output
 WORD = 1  # any other
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +35,21 @@ class Job:
     tenant: str = ""
     priority: int = 0
     most: int | None = None  # None: exactly its output
+    params: SamplingParams = GREEDY  # how a real runner is to sample; simulated ones do not
 
 
 @dataclass(slots=True)
 class Record:
-    """What became of a job. Times are of the virtual clock, in seconds."""
+    """What became of a job. Times are of the clock that it was driven by, in seconds."""
 
     job: Job
     admitted: float | None = None  # for the first time
     tokens: list[float] = field(default_factory=list)  # when each came
+    ids: list[int] = field(default_factory=list)  # which came
+    logprobs: list[LogprobRow] = field(default_factory=list)  # where asked for
     finish_reason: str | None = None
     preemptions: int = 0
+    cached: int = 0  # prompt tokens found in the prefix cache at the first admission
 
     @property
     def ttft(self) -> float:
@@ -80,12 +89,14 @@ class LinearCost:
 
 
 class LengthsExecutor:
-    """Ends each output at its length, and lets the clock pass. Implements engine.executor.Executor."""
+    """Ends each output at its length, and lets the clock pass: a step's ``cost``, and ``block_seconds`` for each block that is
+    moved out or in. Implements engine.executor.Executor."""
 
-    def __init__(self, lengths: dict[str, int], clock: VirtualClock, cost: Callable[[StepPlan], float]) -> None:
+    def __init__(self, lengths: dict[str, int], clock: VirtualClock, cost: Callable[[StepPlan], float], block_seconds: float = 0.0) -> None:
         self._lengths = lengths
         self._clock = clock
         self._cost = cost
+        self._block_seconds = block_seconds
         self._slots: dict[int, SlotInit] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -93,9 +104,10 @@ class LengthsExecutor:
         for item in plan.items:
             if item.init is not None:
                 self._slots[item.slot] = item.init
-        seconds = self._cost(plan)
+        swap = self._block_seconds * sum(move.kind != COPY for move in plan.moves)
+        seconds = swap + self._cost(plan)
         self._clock.advance(seconds)
-        return StepResult(plan.number, [SlotResult(i.slot, i.epoch, [self._token(i)] if i.sample else []) for i in plan.items], seconds)
+        return StepResult(plan.number, [SlotResult(i.slot, i.epoch, [self._token(i)] if i.sample else []) for i in plan.items], seconds, swap)
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -108,34 +120,67 @@ class LengthsExecutor:
 
 def simulate(
     jobs: Sequence[Job], config: SchedulerConfig, kv: KvManager, cost: Callable[[StepPlan], float], *,
-    observe: Callable[[Scheduler, float], None] | None = None,
+    observe: Callable[[Scheduler, float], None] | None = None, tier: SwapTier | None = None, block_seconds: float = 0.0,
 ) -> Outcome:
-    """Serve a load from its first arrival to its last end. ``observe`` sees scheduler and time after each step.
+    """Serve a load from its first arrival to its last end. ``observe`` sees scheduler and time after each step. ``tier``: where
+    victims' blocks may go, at ``block_seconds`` for each move.
 
     Raises: WorkerDied, AssertionError when the engine stops getting on.
     """
     clock = VirtualClock()
-    names = [f"j{place}" for place in range(len(jobs))]
-    executor = LengthsExecutor(dict(zip(names, (job.output for job in jobs), strict=True)), clock, cost)
-    scheduler = Scheduler(config, kv)
+    executor = LengthsExecutor({_name(place): job.output for place, job in enumerate(jobs)}, clock, cost, block_seconds)
+    scheduler = Scheduler(config, kv, tier=tier, block_seconds=block_seconds)
     core = EngineCore(scheduler, executor, clock)
-    records = {name: Record(job) for name, job in zip(names, jobs, strict=True)}
-    core.observers.append(lambda event, now: _hear(records, event, now))
-    coming = sorted(names, key=lambda name: jobs[int(name[1:])].arrival, reverse=True)
-    while coming or core.has_work:
-        if not core.has_work:
-            clock.now = max(clock.now, records[coming[-1]].job.arrival)
-        while coming and records[coming[-1]].job.arrival <= clock.now:
-            name = coming.pop()
-            core.add(_request(name, records[name].job))
-        steps = core.counters.steps
-        for delta in core.step():
-            records[delta.request_id].tokens.extend([clock.now] * len(delta.tokens))
-            records[delta.request_id].finish_reason = delta.finish_reason
-        assert core.counters.steps > steps, f"at {clock.now} s nothing could be planned"
-        if observe is not None:
-            observe(scheduler, clock.now)
-    return Outcome(list(records.values()), core.counters, clock.now)
+    records = drive(core, jobs, _request, clock, clock.wait, observe=None if observe is None else lambda now, _: observe(scheduler, now))
+    return Outcome(records, core.counters, clock.now)
+
+
+def drive(
+    core: EngineCore, jobs: Sequence[Job], make: Callable[[str, Job], Request], clock: Callable[[], float], wait: Callable[[float], None], *,
+    observe: Callable[[float, Mapping[str, Record]], None] | None = None,
+) -> list[Record]:
+    """Serve a load from its first arrival to its last end. Returns the records in the order of the jobs.
+
+    ``make`` gives a job's request under an id, ``clock`` the time of the core's clock in seconds, ``wait`` passes it until a time.
+    ``observe`` is told the time after each step, and the records by request id; it may abort requests.
+
+    Raises: WorkerDied, AssertionError when the engine stops getting on.
+    """
+    records = {_name(place): Record(job) for place, job in enumerate(jobs)}
+
+    def hear(event: Event, now: float) -> None:
+        record = records.get(event.request_id)
+        if isinstance(event, Admitted) and record is not None and record.admitted is None:
+            record.admitted, record.cached = now, event.cached_tokens
+        elif isinstance(event, Preempted) and record is not None:
+            record.preemptions += 1
+
+    coming = deque(sorted(records, key=lambda name: records[name].job.arrival))  # those of one moment in the order given
+    core.observers.append(hear)
+    try:
+        while coming or core.has_work:
+            if not core.has_work:
+                wait(records[coming[0]].job.arrival)
+            while coming and records[coming[0]].job.arrival <= clock():
+                name = coming.popleft()
+                core.add(make(name, records[name].job))
+            if not core.has_work:
+                continue  # a real clock may wake a little early
+            steps = core.counters.steps
+            deltas = core.step()
+            now = clock()
+            for delta in deltas:
+                record = records[delta.request_id]
+                record.tokens.extend([now] * len(delta.tokens))
+                record.ids.extend(delta.tokens)
+                record.logprobs.extend(delta.logprobs or ())
+                record.finish_reason = delta.finish_reason
+            assert deltas or core.counters.steps > steps, f"at {now} s nothing could be planned"
+            if observe is not None:
+                observe(now, records)
+    finally:
+        core.observers.remove(hear)
+    return list(records.values())
 
 
 def jain(shares: Iterable[float]) -> float:
@@ -151,6 +196,10 @@ def quantile(values: Iterable[float], part: float) -> float:
     return ordered[max(0, -int(-part * len(ordered) // 1) - 1)]
 
 
+def _name(place: int) -> str:
+    return f"j{place}"
+
+
 def _request(name: str, job: Job) -> Request:
     most = job.output if job.most is None else job.most
     return Request(
@@ -158,10 +207,3 @@ def _request(name: str, job: Job) -> Request:
         priority=job.priority, tenant=job.tenant,
     )
 
-
-def _hear(records: dict[str, Record], event: Event, now: float) -> None:
-    record = records[event.request_id]
-    if isinstance(event, Admitted) and record.admitted is None:
-        record.admitted = now
-    elif isinstance(event, Preempted):
-        record.preemptions += 1

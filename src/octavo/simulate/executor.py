@@ -4,7 +4,8 @@ It sees what a runner sees (a plan, and what it remembers of each slot) and asse
 place of K and V each cell of the block memory holds a hash of the sequence up to and including its token; a step reads
 back every cell of its context through the block table, after all of the step's writes. So a wrong position, a stale, lost
 or overwritten block is found at the step that would have read it, and blocks are shared exactly by those whose sequences
-agree. The token after a sequence is a pure function of the
+agree. A swap tier holds such cells, too, and moves are made in their order. What a move that failed (``breaks``) was to fill, and all that is
+computed from it, is spoilt, and so is the result: a token that is never the right one. The token after a sequence is a pure function of the
 sequence and the seed: a request has one right answer, whatever company, chunks and preemptions it meets.
 """
 
@@ -12,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 from octavo.config import BLOCK_SIZE
 from octavo.core.output import LogprobRow
-from octavo.core.step import PlanItem, SlotInit, SlotResult, StepPlan, StepResult
+from octavo.core.step import COPY, IN, OUT, Move, PlanItem, SlotInit, SlotResult, StepPlan, StepResult
 
 MASK = 2**64 - 1
+SPOILT = -1  # a cell that holds anything
 
 
 def mix(state: int, value: int) -> int:
@@ -60,6 +62,10 @@ class VirtualClock:
         """Let time pass."""
         self.now += seconds
 
+    def wait(self, until: float) -> None:
+        """Let time pass until then, if it is still to come."""
+        self.now = max(self.now, until)
+
 
 class _Slot:
     """What a runner remembers of the request in a slot."""
@@ -75,7 +81,8 @@ class _Slot:
 
 
 class SimExecutor:
-    """Executes plans on hashes. ``cost``: the seconds a plan takes, by which ``clock`` is advanced.
+    """Executes plans on hashes. ``cost``: the seconds a plan takes, by which ``clock`` is advanced; ``block_seconds``: what a move out
+    or in takes, which is more than that. ``breaks``: whether such a move fails.
 
     Raises: AssertionError at the first breach of the contract, with the plan's number and the slot.
     """
@@ -90,6 +97,9 @@ class SimExecutor:
         max_tokens: int | None = None,
         clock: VirtualClock | None = None,
         cost: Callable[[StepPlan], float] | None = None,
+        tier_slots: int = 0,
+        block_seconds: float = 0.0,
+        breaks: Callable[[Move], bool] = lambda move: False,
     ) -> None:
         self.block_size = block_size
         self.vocab = vocab
@@ -100,6 +110,9 @@ class SimExecutor:
         self._cost = cost
         self._slots: dict[int, _Slot] = {}
         self._memory: list[int | None] = [None] * (num_blocks * block_size)
+        self._tier: list[list[int | None] | None] = [None] * tier_slots
+        self._block_seconds = block_seconds
+        self._breaks = breaks
         self._number = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -109,17 +122,20 @@ class SimExecutor:
         for slot in plan.freed:
             self._slots.pop(slot, None)
         self._check_whole(plan)
-        self._copy(plan)
+        failed = [place for place, move in enumerate(plan.moves) if not self._move(plan, move)]
         for item in plan.items:
             self._check_item(plan, item, self._slots[item.slot])
         written: set[int] = set()
         for item in plan.items:
             self._write(plan, item, written)
+        if SPOILT in self._memory:
+            self._spoil(plan)
         results = [self._read(plan, item) for item in plan.items]
-        seconds = self._cost(plan) if self._cost else 0.0
+        swap = self._block_seconds * sum(move.kind != COPY for move in plan.moves)
+        seconds = swap + (self._cost(plan) if self._cost else 0.0)
         if self._clock:
             self._clock.advance(seconds)
-        return StepResult(plan.number, results, seconds)
+        return StepResult(plan.number, results, seconds, swap, failed, "the tier broke" if failed else "")
 
     def shutdown(self) -> None:
         """Forget everything."""
@@ -148,15 +164,31 @@ class SimExecutor:
             _require(all(0 <= block < self._num_blocks for block in table), plan, item, "is given a block out of range")
             _require(len(set(table)) == len(table), plan, item, "is given a block twice")
 
-    def _copy(self, plan: StepPlan) -> None:
-        """All copies at once, as one step's: a chain of them would depend on their order."""
-        sources, targets = {source for source, _ in plan.kv_copies}, [target for _, target in plan.kv_copies]
-        _require(all(0 <= block < self._num_blocks for block in (*sources, *targets)), plan, None, "copies a block out of range")
-        sound = len(set(targets)) == len(targets) and sources.isdisjoint(targets)
-        _require(sound, plan, None, "copies to a block twice, or from one that it copies to")
-        size = self.block_size
-        for source, target in plan.kv_copies:
-            self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]
+    def _move(self, plan: StepPlan, move: Move) -> bool:
+        """One move; False, and its target spoilt, where it breaks."""
+        known = move.kind in (COPY, OUT, IN)
+        _require(known, plan, None, f"has a move of no known kind: {move}")
+        ends = [len(self._tier) if tier else self._num_blocks for tier in (move.kind == IN, move.kind == OUT)]
+        _require(0 <= move.source < ends[0] and 0 <= move.target < ends[1], plan, None, f"moves what is out of range: {move}")
+        size, source = self.block_size, move.source
+        found = self._tier[source] if move.kind == IN else self._memory[source * size : (source + 1) * size]
+        _require(found is not None, plan, None, f"brings back what was never moved out: {move}")
+        sound = move.kind == COPY or not self._breaks(move)
+        cells: list[int | None] = list(found or ()) if sound else [SPOILT] * size
+        if move.kind == OUT:
+            self._tier[move.target] = cells
+        else:
+            self._memory[move.target * size : (move.target + 1) * size] = cells
+        return sound
+
+    def _spoil(self, plan: StepPlan) -> None:
+        """What is computed from a spoilt cell is spoilt, too; also through another item of the step."""
+        items = list(plan.items)
+        while spoilt := [item for item in items if any(self._memory[cell] == SPOILT for cell in self._cells(item))]:
+            items = [item for item in items if item not in spoilt]
+            for item in spoilt:
+                for cell in self._cells(item)[item.start :]:
+                    self._memory[cell] = SPOILT
 
     def _check_item(self, plan: StepPlan, item: PlanItem, slot: _Slot) -> None:
         count, start, end = len(item.tokens), item.start, item.start + len(item.tokens)
@@ -190,10 +222,11 @@ class SimExecutor:
         params, start = slot.init.params, item.start
         state = 0
         scored = []
+        spoilt = any(self._memory[cell] == SPOILT for cell in self._cells(item))
         for position in range(start + len(item.tokens)):
             state = mix(state, slot.tokens[position])
             cell = self._memory[self._cell(slot, position)]
-            _require(cell == state, plan, item, f"the cell of position {position} was overwritten, or never written")
+            _require(spoilt or cell == state, plan, item, f"the cell of position {position} was overwritten, or never written")
             if item.score_from <= position < item.score_to:
                 scored.append(self._row(state, slot.tokens[position + 1], params.prompt_logprobs or 0))
         slot.computed = start + len(item.tokens)
@@ -201,9 +234,15 @@ class SimExecutor:
             return SlotResult(item.slot, item.epoch, prompt_logprobs=scored or None)
         early = len(slot.tokens) - slot.init.prompt_len < params.min_tokens
         token = next_token(state, slot.init.seed, self.vocab, slot.banned if early else frozenset())
+        token = (token + spoilt) % self.vocab
         slot.tokens.append(token)
         rows = None if params.logprobs is None else [self._row(state, token, params.logprobs)]
         return SlotResult(item.slot, item.epoch, [token], rows, scored or None)
+
+    def _cells(self, item: PlanItem) -> list[int]:
+        """The cells of an item's whole context."""
+        slot = self._slots[item.slot]
+        return [self._cell(slot, position) for position in range(item.start + len(item.tokens))]
 
     def _cell(self, slot: _Slot, position: int) -> int:
         return slot.table[position // self.block_size] * self.block_size + position % self.block_size

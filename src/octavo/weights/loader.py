@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import CheckpointError
 from octavo.ops.table import Provider
 from octavo.quant import bf16
+from octavo.weights.packed import PackedStore
 from octavo.weights.rules import Ignored, Part, WeightRule
 
 if TYPE_CHECKING:
@@ -20,31 +21,49 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 def load_weights(
     checkpoint: Any, rules: Iterable[WeightRule], provider: Provider, dtype: str, *, layout: str, ignored: Ignored | None = None,
-    pairwise_rotary: bool = False, progress: Callable[[int, int], None] | None = None,
+    pairwise_rotary: bool = False, progress: Callable[[int, int], None] | None = None, store: PackedStore | None = None,
 ) -> SimpleNamespace:
     """Read every weight that the rules name and give it to the provider.
 
     ``layout`` ("hf" | "gguf") chooses the names. ``dtype``: matrices and tables are handed over as bfloat16 bits (uint16)
     or float32, norms and biases always as float32. ``pairwise_rotary``: rows of rotary heads are put back to halves.
-    ``progress(done, total)`` counts bytes handed over. Returns an object with the rules' targets as attributes
-    (``w.layers[3].qkv``); a rule without parts is None; without a rule for it the head is the embedding.
+    ``progress(done, total)`` counts bytes handed over. ``store``: where packed weights may be found, and are kept. Returns an
+    object with the rules' targets as attributes (``w.layers[3].qkv``); a rule without parts is None; without a rule for it the
+    head is the embedding.
 
     Raises: CheckpointError naming missing, unexpected and misshapen tensors, before anything is read, and then the first
     tensor that holds a NaN or an infinity (also one that only the compute dtype makes of a number).
     """
     rules = list(rules)
     check_tensors(checkpoint, rules, layout, ignored or Ignored())
-    sizes = [sum(_count(part) for part in rule.parts) * (4 if rule.kind == "vector" else DTYPE_BYTES[dtype]) for rule in rules]
-    total, done = sum(sizes), 0
+    recipe = [layout, pairwise_rotary, *rules]
+    handles = store.load(recipe, provider) if store is not None else None
+    if handles is None:
+        handles = _read_all(checkpoint, rules, provider, dtype, layout, pairwise_rotary, progress)
+        if store is not None:
+            store.save(recipe, provider, handles)
     weights = SimpleNamespace(layers=[])
-    for rule, size in zip(rules, sizes):
-        _place(weights, rule.target, _make(checkpoint, rule, provider, dtype, layout, pairwise_rotary) if rule.parts else None)
-        done += size
-        if progress is not None and size:
-            progress(done, total)
+    for rule in rules:
+        _place(weights, rule.target, handles[rule.target])
     if not hasattr(weights, "head"):
         weights.head = weights.embed
     return weights
+
+
+def _read_all(
+    checkpoint: Any, rules: Sequence[WeightRule], provider: Provider, dtype: str, layout: str, pairwise_rotary: bool,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, Any]:
+    """Every rule's handle, by its target."""
+    sizes = [sum(_count(part) for part in rule.parts) * (4 if rule.kind == "vector" else DTYPE_BYTES[dtype]) for rule in rules]
+    total, done = sum(sizes), 0
+    handles = {}
+    for rule, size in zip(rules, sizes):
+        handles[rule.target] = _make(checkpoint, rule, provider, dtype, layout, pairwise_rotary) if rule.parts else None
+        done += size
+        if progress is not None and size:
+            progress(done, total)
+    return handles
 
 
 def check_tensors(checkpoint: Any, rules: Sequence[WeightRule], layout: str, ignored: Ignored) -> None:

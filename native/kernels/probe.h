@@ -1,0 +1,54 @@
+// What measurements are compared with: the rate of this variant's products in registers alone, and of reading memory as
+// the kernels for few rows do. Neither computes anything that is used.
+#pragma once
+
+// `rounds` of the multiply-adds that linear ops are made of, on operands that stay in registers. sink: 16 float32, read
+// and written so that nothing can be left out. Returns the operations (a multiply-add is two).
+static int64_t probe_products(int64_t rounds, float *sink) {
+#ifdef OCTAVO_AMX
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    TILE_ZERO(4);
+    TILE_ZERO(5);
+    TILE_ZERO(6);
+    TILE_ZERO(7);
+    for (int64_t i = 0; i < rounds; i++) {
+        TILE_DOT(0, 4, 6);
+        TILE_DOT(1, 4, 7);
+        TILE_DOT(2, 5, 6);
+        TILE_DOT(3, 5, 7);
+    }
+    sink[0] += 1;
+    return rounds * 4 * 16 * 16 * KBLOCK * 2;
+#else
+    constexpr int CHAINS = 12;  // enough to hide the latency, few enough for 16 registers
+    NF c[CHAINS];
+    const NF a = nsplat(sink[0]), b = nsplat(sink[1]);
+    for (int j = 0; j < CHAINS; j++) c[j] = nsplat(sink[j]);
+    for (int64_t i = 0; i < rounds; i++)
+#pragma GCC unroll 12
+        for (int j = 0; j < CHAINS; j++) c[j] = fused(c[j], a, b);
+    for (int j = 0; j < CHAINS; j++) sink[j] += c[j][0];
+    return rounds * CHAINS * OCTAVO_WIDTH * 2;
+#endif
+}
+
+// Reads every byte once, in four streams with prefetch, as a kernel walks four panels. Returns a value that depends on all.
+static uint64_t probe_read(const char *data, int64_t bytes) {
+    constexpr int STREAMS = 4, LINE = 64, AHEAD = 2048;
+    const int64_t each = bytes / STREAMS / LINE * LINE;
+    U sum[STREAMS] = {};
+    for (int64_t i = 0; i < each; i += LINE)
+#pragma GCC unroll 4
+        for (int j = 0; j < STREAMS; j++) {
+            const char *p = data + j * each + i;
+            __builtin_prefetch(p + AHEAD);
+            sum[j] ^= load<U>(p);
+        }
+    const U all = sum[0] ^ sum[1] ^ sum[2] ^ sum[3];
+    uint64_t found = 0;
+    for (int i = 0; i < LANES; i++) found ^= (uint64_t)all[i] << (i % 2 * 32);
+    return found;
+}

@@ -1,0 +1,132 @@
+"""What the benchmarks count: loads, steps, the work of a step; and the commands as a user runs them. No time is asserted."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.checkpoints import make_tiny
+from tests.cli.conftest import Octavo, octavo  # noqa: F401 - a fixture
+
+from octavo.bench import latency, throughput
+from octavo.bench.ceilings import Ceilings
+from octavo.bench.rig import Rig
+from octavo.bench.steps import OpTime, Work, mean_profile
+from octavo.bench.tables import percentile, table
+from octavo.bench.workloads import WORKLOADS, batch, make, named
+from octavo.core.step import PlanItem, StepPlan
+from octavo.engine.console import LOGGER
+from octavo.engine.report import LogReport
+from octavo.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("bench") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def rig(tiny: str):
+    with Rig(tiny, {"num_threads": 2, "max_num_batched_tokens": 128}, LogReport(LOGGER)) as rig:
+        yield rig
+
+
+def test_loads_have_fixed_lengths_and_fresh_ids() -> None:
+    load = make(WORKLOADS["mixed"], 49152, 1)
+    assert (len(load.prompts), load.tokens_in, load.tokens_out) == (64, 12_994, 8_870)
+    for name, workload in WORKLOADS.items():
+        one, again, other = make(workload, 49152, 3, 1), make(workload, 49152, 3, 1), make(workload, 49152, 3, 2)
+        assert one == again and one.outs == other.outs and [len(p) for p in one.prompts] == [len(p) for p in other.prompts]
+        assert all(a[:16] != b[:16] for a, b in zip(one.prompts, other.prompts)), name
+        assert all(1000 <= token < 40_000 for prompt in one.prompts for token in prompt)
+    prefix = make(WORKLOADS["prefix"], 49152, 0)
+    assert len({tuple(p[:768]) for p in prefix.prompts}) == 1 and len({tuple(p[768:]) for p in prefix.prompts}) == 32
+    assert all(token < 320 for token in make(WORKLOADS["single"], 320, 0).prompts[0])
+
+
+def test_a_workload_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    assert list(named("single, batch8", 256)) == ["single", "batch8"]
+    with pytest.raises(ConfigError, match="long needs a context of 4160 tokens; here it is 2048"):
+        named("single,long", 2048)
+    with pytest.raises(ConfigError, match="no workload 'double'; there are single"):
+        named("double", 2048)
+
+
+def plan(*items: tuple[int, int, bool]) -> StepPlan:
+    return StepPlan(0, [PlanItem(slot, 0, start, [0] * count, sample) for slot, (start, count, sample) in enumerate(items)])
+
+
+def test_the_work_of_a_step_counts_weights_once_and_every_product(rig: Rig) -> None:
+    assert rig.work is not None
+    spec, act = rig.work.spec, 2
+    d, f, v = spec.hidden, spec.ffn, spec.vocab
+    qkv, o = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, spec.num_heads * spec.head_dim
+    layer = d * qkv + o * d + d * 2 * f + f * d
+    kv_token = 2 * spec.num_layers * spec.num_kv_heads * 32 * act  # a head of 16 takes 32 in the cache
+    for items, heads in (([(0, 100, True)], 1), ([(99, 1, True), (7, 1, True)], 2), ([(16, 30, False)], 0)):
+        tokens = sum(count for _, count, _ in items)
+        nbytes, operations = rig.work.of(plan(*items))
+        context = sum(start + count for start, count, _ in items)
+        pairs = sum(start + i + 1 for start, count, _ in items for i in range(count))
+        assert nbytes == act * (spec.num_layers * layer + (d * v if heads else 0) + tokens * d) + context * kv_token
+        assert operations == 2 * (tokens * spec.num_layers * layer + heads * d * v) + 4 * spec.num_layers * o * pairs
+    many = StepPlan(0, [PlanItem(0, 0, 0, [0] * 100, True, score_from=0, score_to=99)])
+    assert rig.work.of(many)[0] - rig.work.of(plan((0, 100, True)))[0] == act * d * v  # two tiles of rows: the head's matrix twice
+
+
+def test_steps_add_up_to_the_load(rig: Rig) -> None:
+    load = make(batch(3, 20, 8), rig.llm.vocab_size, 5)
+    run = rig.run(load, profile=lambda plan: plan.num_tokens == 3)
+    assert sum(step.plan.num_tokens for step in run.steps) == 3 * (20 + 7)
+    assert sum(item.sample for step in run.steps for item in step.plan.items) == 24
+    assert len(run.decode) == 7 == len(run.profiled) and all(0 < native <= took for took, native in run.decode)
+    assert 0 < run.first_token < run.seconds and sum(step.native for step in run.steps) < run.seconds
+    ops = mean_profile(rig.work, run.profiled)
+    assert sum(op.seconds for op in ops) <= sum(native for _, native in run.decode) / 7
+    nbytes, operations = (sum(getattr(op, name) for op in ops) for name in ("nbytes", "operations"))
+    want = [rig.work.of(plan) for plan, _ in run.profiled]
+    assert nbytes == pytest.approx(sum(w[0] for w in want) / 7) and operations == pytest.approx(sum(w[1] for w in want) / 7)
+    assert rig.llm.engine.core.executor is not run and rig.run(load).profiled == [], "measured only when asked"
+
+
+def test_a_floor_is_the_worse_of_two() -> None:
+    ceilings = Ceilings(10.0, 100.0)
+    assert ceilings.floor(20, 100) == 2 and ceilings.floor(20, 500) == 5
+
+
+def test_mean_profile_of_steps_of_different_sizes() -> None:
+    class Two(Work):
+        def by_name(self, plan: StepPlan, seconds: list[float]) -> list[OpTime]:
+            return [OpTime("a", seconds[0], plan.num_tokens, 1)]
+
+    ops = mean_profile(Two([], None, 0), [(plan((0, 1, True)), [1.0]), (plan((0, 3, True)), [2.0])])
+    assert ops == [OpTime("a", 1.5, 2, 1)]
+
+
+def test_percentiles_and_tables() -> None:
+    assert [percentile(range(1, 101), part) for part in (0, 0.5, 0.99, 1)] == [1, 50, 99, 100] and percentile([7], 0.99) == 7
+    assert table(("name", "n"), [("a", 10), ("bcdef", None)]) == "name    n\na      10\nbcdef   –\n"
+
+
+def test_results_have_every_sample(rig: Rig) -> None:
+    text, found = throughput.run(rig, "single", 2, 0)
+    single = found["results"]["single"]
+    assert len(single["seconds"]["samples"]) == 2 == len(single["roofline"]["samples"]) and 0 < single["outside_native"]["median"] < 1
+    assert "single" in text and "GB/s" in text and found["ceilings"]["read_bytes_per_second"] > 0
+    text, found = latency.run(rig, [1, 4], 16, 8, 2, 1)
+    assert set(found["results"]) == {"1", "4"} and {op["op"] for op in found["results"]["4"]["profile"]} >= {"attention", "head 64→320", "sample"}
+    with pytest.raises(ConfigError, match="batch sizes must be from 1 to max_num_seqs"):
+        latency.run(rig, [1, 1000], 16, 8, 2, 1)
+
+
+def test_the_commands_end_with_a_line_of_json(octavo: Octavo, tiny: str, tmp_path: Path) -> None:  # noqa: F811
+    for args in (("throughput", "--workloads", "single", "--repeat", "1", "--warmup", "0"),
+                 ("latency", "--batch-size", "2", "--input-len", "8", "--output-len", "4", "--repeat", "1"),
+                 ("kernels", "--rows", "1", "--rows", "3", "--rows", "70", "--context", "20", "--repeat", "1")):
+        saved = tmp_path / f"{args[0]}.json"
+        done = octavo("bench", args[0], tiny, *args[1:], "--save", str(saved), "--num-threads", "1")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["benchmark"] == args[0] and found == json.loads(saved.read_text()) and found["results"]
+        assert found["build"]["compiler"] and found["machine"]["cpu"] and found["config"]["runner"]["num_threads"] == 1 and "commit" in found
+    assert set(found["results"]) == {"1", "3", "70"}
+    assert octavo("bench", "throughput", tiny, "--workloads", "long").stderr.endswith("here it is 2048 (--max-model-len) (--workloads)\n")
