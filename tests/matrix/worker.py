@@ -35,7 +35,8 @@ def main() -> None:
     for cell in job["cells"]:
         with LLM(job["model"], dtype=job["dtype"], kv_cache_dtype=job.get("kv_cache_dtype", "auto"),
                  max_model_len=job["max_model_len"], max_num_seqs=cell.get("seqs", 64), max_num_batched_tokens=cell["budget"],
-                 num_kv_blocks=cell["blocks"], num_threads=cell["threads"], enable_prefix_caching=cell["cache"] != "off", **SWAP[cell["swap"]]) as llm:
+                 num_kv_blocks=cell["blocks"], num_threads=cell["threads"],
+                 enable_prefix_caching=cell["cache"] != "off", **SWAP[cell["swap"]]) as llm:
             wanted = workload.requests(llm.vocab_size, job["count"], job["max_prompt"], job["max_tokens"])
             if cell["cache"] == "warm":
                 workload.answers(llm, wanted, False)
