@@ -1,5 +1,6 @@
 """The runner of experiments, on a tiny model: what it writes and says. Figures are no matter here."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", runner.NAMES)
 def test_every_experiment_runs_and_writes_a_whole_result(name: str, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runner.run([name], tiny, tmp_path, repeats=1, quick=True, pictures=False, num_threads=2, report=Quiet())
+    pictures = importlib.util.find_spec("matplotlib") is not None
+    runner.run([name], tiny, tmp_path, repeats=1, quick=True, pictures=pictures, num_threads=2, report=Quiet())
+    assert (tmp_path / f"{name}.png").exists() == pictures
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["finding"] and found["claim"] == runner.claim(name) and found["claim"].endswith(".")
     assert all(len(row) == len(found["columns"]) for row in found["table"])

@@ -166,3 +166,12 @@ def test_an_interrupt_while_it_starts_is_no_traceback(tiny: str, after: float) -
     _, errors = process.communicate(timeout=60)
     if process.returncode != -signal.SIGINT:  # that is Python's own, before the command has begun
         assert process.returncode in (0, 130) and "octavo/" not in errors, errors
+
+
+def test_experiments_are_listed_and_unknown_ones_refused(octavo: Octavo) -> None:
+    from octavo.bench.runner import NAMES
+
+    done = octavo("bench", "experiments", "--list")
+    assert done.returncode == 0 and [line.split()[0] for line in done.stdout.splitlines()] == list(NAMES)
+    done = octavo("bench", "experiments", "nonesuch")
+    assert done.returncode == 2 and "no experiment 'nonesuch'" in done.stderr and "batching" in done.stderr and len(done.stderr.splitlines()) == 1

@@ -9,17 +9,17 @@ within a round.
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from octavo.bench.timed import PlanTimes
-from octavo.config import Config
+from octavo.config import BLOCK_SIZE, Config
 from octavo.core.request import Request
 from octavo.engine import factory
 from octavo.engine.core import EngineCore
 from octavo.engine.report import Report
 from octavo.engine.settings import make_config
-from octavo.kv.manager import KvManager
+from octavo.kv.manager import KvManager, Ledger
 from octavo.kv.tier import SwapTier
 from octavo.models import registry
 from octavo.runner.tier import TierMemory
@@ -30,6 +30,7 @@ from octavo.weights.checkpoint import open_checkpoint
 
 EVERYTHING = 4096  # tokens: a budget that no prompt here exceeds
 SEQS = 64
+HISTORY = 16  # outputs that predicted admission wants to have seen
 FIRST_ID = 3  # of the token ids that prompts are made of: those before are often special
 
 T = TypeVar("T")
@@ -53,18 +54,43 @@ class Clock:
 
 @dataclass(slots=True)
 class Averages:
-    """What the KV ledger said, averaged over time, step by step."""
+    """What the KV ledger said over time. A ratio's average is that of what is above and of what is below, each summed over seconds."""
 
-    utilization: float = 0.0  # live tokens / allocated token slots
-    resident: float = 0.0  # requests that run
-    allocated: float = 0.0  # live blocks / blocks of the pool
-    unique: float = 0.0  # live blocks / blocks that the tables would take without sharing
-    rows: float = 0.0  # tokens of a step, averaged over steps
+    seconds: float = 0.0
+    slots: float = 0.0  # allocated token slots · seconds, and likewise
+    unused: float = 0.0  # those without a token
+    live: float = 0.0  # live blocks
+    logical: float = 0.0  # blocks that the tables would take without sharing
+    running: float = 0.0  # requests
+
+    def add(self, seconds: float, ledger: Ledger, running: int) -> None:
+        """It was so for some time."""
+        self.seconds += seconds
+        self.slots += seconds * ledger.live_slots
+        self.unused += seconds * ledger.reserved_slots
+        self.live += seconds * ledger.live
+        self.logical += seconds * ledger.logical
+        self.running += seconds * running
+
+    @property
+    def utilization(self) -> float:
+        """Live tokens / allocated token slots."""
+        return 1 - self.unused / self.slots
+
+    @property
+    def unique(self) -> float:
+        """Blocks / blocks without sharing."""
+        return self.live / self.logical
+
+    @property
+    def resident(self) -> float:
+        """Requests that run at once."""
+        return self.running / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load, served."""
+    """One load, served. ``counters``: of this run alone."""
 
     records: list[Record]
     seconds: float
@@ -91,19 +117,13 @@ class Arm:
         began = self.clock()
         if began:
             jobs = [replace(job, arrival=job.arrival + began) for job in jobs]
-        averages, times = Averages(), PlanTimes(self.scheduler)
-        steps, rows, last = self.core.counters.steps, self.core.counters.tokens_planned, began
-        total = 0.0
+        averages, times, before = Averages(), PlanTimes(self.scheduler), asdict(self.core.counters)
+        last = began
 
         def measure(now: float, records: Mapping[str, Record]) -> None:
-            nonlocal last, total
-            weight, last = now - last, now
-            ledger = self.scheduler.kv.ledger()
-            total += weight
-            averages.utilization += weight * ledger.utilization
-            averages.resident += weight * len(self.scheduler.running)
-            averages.allocated += weight * ledger.live / ledger.total
-            averages.unique += weight * (ledger.live / ledger.logical if ledger.logical else 1.0)
+            nonlocal last
+            averages.add(now - last, self.scheduler.kv.ledger(), len(self.scheduler.running))
+            last = now
             for each in [r for r in self.scheduler.running if records[r.id].job.most is not None and r.num_output >= records[r.id].job.output]:
                 self.core.abort(each.id)  # it has found its end, as at a stop string
             if observe is not None:
@@ -112,10 +132,12 @@ class Arm:
         with times:
             records = drive(self.core, jobs, make or request, self.clock, self.clock.wait, observe=measure)
         seconds = self.clock() - began
-        for name in ("utilization", "resident", "allocated", "unique"):
-            setattr(averages, name, getattr(averages, name) / total)
-        averages.rows = (self.core.counters.tokens_planned - rows) / (self.core.counters.steps - steps)
-        return Run(records, seconds, self.core.counters, averages, times)
+        counted = {name: value - before[name] for name, value in asdict(self.core.counters).items()}
+        return Run(records, seconds, Counters(**counted), averages, times)
+
+    def learn(self, lab: "Lab", outputs: Sequence[int], most: int) -> None:
+        """Serve some short prompts, so that predicted admission knows how long outputs are before anything is measured."""
+        self.run(jobs_of(lab, random.Random("learn"), [(BLOCK_SIZE, output) for output in outputs], most=most))
 
 
 class Lab:

@@ -51,6 +51,8 @@ ENGINE_OPTIONS: Table = {
     "block_size": (int, "Tokens in a KV block: 16.", ()),
     "kv_cache_dtype": (str, "auto: the compute dtype; bfloat16, fp8, int8, int4.", ()),
     "quantization": (str, "Not served yet; GGUF types are dequantized at load.", ()),
+    "kv_cache_dir": (str, "Folder in which hot cached prefixes are kept from one start to the next.", ()),
+    "kv_cache_dir_bytes": (int, "Most bytes to keep there (default 1 GiB).", ()),
     "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),  # its name would cut all others at 80 columns
     "enable_weight_cache": (bool, "", ("--enable-weight-cache/--no-enable-weight-cache",)),
 }
@@ -91,7 +93,7 @@ NEUTRAL_OPTIONS: Table = {
 
 OTHERS = (  # of single commands
     "host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name", "workloads", "batch_size", "input_len", "output_len",
-    "rows", "context",
+    "rows", "context", "text", "tasks", "reference", "window",
 )
 
 Command = Callable[..., None]

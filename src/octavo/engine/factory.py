@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import Config
 from octavo.engine.console import LOGGER
 from octavo.engine.core import EngineCore
+from octavo.engine.keeper import open_keeper
 from octavo.engine.report import Report, phase
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kv.manager import KvManager
@@ -23,6 +24,7 @@ from octavo.kv.tier import SwapTier
 from octavo.models import registry
 from octavo.models.spec import ModelSpec
 from octavo.observe.events import Event, TierFailed
+from octavo.ops.table import KvStore
 from octavo.runner.memory import Ledger, available_memory, default_num_blocks, size
 from octavo.runner.runner import Runner
 from octavo.runner.tier import FileTier, MemoryTier, TierMemory
@@ -89,11 +91,15 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
         kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, cache_dtype(config), config.kv.block_size)
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
-        runner = _make_runner(final, provider, model, kv_spec)
+        store = _make_store(final, provider, kv_spec)
+        runner = _make_runner(final, provider, model, kv_spec, store)
         block_seconds = _time_moves(final, runner)
     kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
     slots = _tier_slots(final, kv_spec)
     scheduler = Scheduler(final.scheduler, kv, tier=SwapTier(slots) if slots else None, block_seconds=block_seconds)
+    core = EngineCore(scheduler, runner)
+    core.observers.append(_warn_of_tier)
+    core.keeper = open_keeper(final, spec, checkpoint, kv, store, report)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
@@ -103,8 +109,6 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
     for line in (*_summary(final, spec, kv_spec, provider), *_tier_line(final, slots, block_seconds), ledger.line()):
         report.note(line)
-    core = EngineCore(scheduler, runner)
-    core.observers.append(_warn_of_tier)
     return CoreSide(core, scheduler, final, spec, ledger, getattr(provider, "isa", config.runner.backend))
 
 
@@ -164,6 +168,9 @@ def resolve(config: Config, spec: ModelSpec, *, dtype: str, block_bytes: int, av
             f"{blocks * block}, or give num_kv_blocks={math.ceil(context / block)} or more ({size(math.ceil(context / block) * block_bytes)})",
             "max_model_len",
         )
+    if config.kv.kv_cache_dir is not None and config.kv.kv_cache_dir_bytes < block_bytes:
+        most = config.kv.kv_cache_dir_bytes
+        raise ConfigError(f"kv_cache_dir_bytes is {most}; one block of {block} tokens takes {block_bytes}", "kv_cache_dir_bytes")
     _check_tier(config, blocks * block_bytes, block_bytes, available)
     context = min(context, blocks * block)
     return replace(
@@ -246,7 +253,8 @@ def _weight_store(config: Config, checkpoint: Checkpoint, provider: Any) -> Pack
     cache = hub.cache_dir()
     with suppress(OSError):  # then nothing is remembered, and saving tells why
         cache.mkdir(parents=True, exist_ok=True)
-    return PackedStore(cache / "packed", checkpoint_hash(checkpoint.files, cache), provider.packing, LOGGER.warning)
+    packing = f"{provider.packing}, quantization {config.model.quantization}"
+    return PackedStore(cache / "packed", checkpoint_hash(checkpoint.files, cache), packing, LOGGER.warning)
 
 
 def activation_bytes(spec: ModelSpec, config: Config) -> int:
@@ -258,11 +266,15 @@ def activation_bytes(spec: ModelSpec, config: Config) -> int:
     return rows * row + min(rows, HEAD_TILE) * spec.vocab * 4
 
 
-def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_spec: KvSpec) -> Runner:
+def _make_store(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
     try:
-        store = provider.kv_store(kv_spec, _blocks(config))
+        store: KvStore = provider.kv_store(kv_spec, _blocks(config))
     except MemoryError as error:
         raise ConfigError(f"the memory for {_blocks(config)} KV blocks cannot be had: {error}", "num_kv_blocks") from error
+    return store
+
+
+def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_spec: KvSpec, store: KvStore) -> Runner:
     tier = _make_tier(config, _tier_slots(config, kv_spec), store.block_bytes)
     try:
         return Runner(

@@ -21,6 +21,10 @@ from typing import Any, NamedTuple, Protocol
 
 Handle = Any
 
+# The version of the numeric contract (docs/decisions/0002). Raise it with every change by which a kernel gives other bits for the same
+# inputs: what is kept of computed numbers (K and V of the prefix cache) is told apart by it.
+NUMERIC_CONTRACT = 1
+
 
 class Ops(Protocol):
     """What a model file may call. Rounding to act happens only where said here (design: numeric contract)."""
