@@ -74,7 +74,7 @@ SHARED: list[tuple[str, Any, str]] = [
     ("priority", "high", "int"), ("priority", 2**63, "priority"), ("priority", 1, "scheduling policy fcfs"),
     ("priority", -(2**40), "priority"), ("request_id", "a b", "ASCII"),
     ("request_id", "x" * 129, "128"),
-    ("best_of", 2, "not served"), ("best_of", 0, "at least 1"), ("use_beam_search", "yes", "bool"), ("length_penalty", 2, "needs use_beam_search"),
+    ("best_of", 2, "not served"), ("best_of", 0, "between 1"), ("use_beam_search", "yes", "bool"), ("length_penalty", 2, "needs use_beam_search"),
     ("early_stopping", True, "needs use_beam_search"), ("early_stopping", "always", "never"), ("length_penalty", 51, "at most 50"),
     ("response_format", {"type": "json_object"}, "not served"), ("structured_outputs", {"regex": "a"}, "not served"),
     ("guided_json", {}, "not served"),
