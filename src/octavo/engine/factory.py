@@ -94,7 +94,7 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
         store = _make_store(final, provider, kv_spec)
         runner = _make_runner(final, provider, model, kv_spec, store)
         block_seconds = _time_moves(final, runner)
-    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
+    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching, window=spec.reach)
     slots = _tier_slots(final, kv_spec)
     scheduler = Scheduler(final.scheduler, kv, tier=SwapTier(slots) if slots else None, block_seconds=block_seconds)
     core = EngineCore(scheduler, runner)
