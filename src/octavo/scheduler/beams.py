@@ -27,21 +27,25 @@ def num_alternatives(width: int, num_ends: int, num_banned: int) -> int:
     return num_candidates(width, num_ends) + num_banned
 
 
-def most_tokens(num_prompt: int, width: int, num_blocks: int, block_size: int) -> int:
+def most_tokens(num_prompt: int, width: int, num_blocks: int, block_size: int, *, sliding: bool = False) -> int:
     """Prompt and output tokens that each of ``width`` beams may have, alone in a pool: the prompt's full blocks are shared, the rest is not.
 
+    (Where all layers see a window only, a preempted search may find the shared ones behind it: then nothing is counted as shared.)
     The last token is never computed, so it needs no place. 0 when not every beam gets a block of its own.
     """
-    shared = num_prompt // block_size
+    shared = 0 if sliding else num_prompt // block_size
     each = (num_blocks - shared) // width
     return (shared + each) * block_size + 1 if each > 0 or width == 1 else 0
 
 
-def check_room(num_prompt: int, width: int, num_blocks: int | None, block_size: int) -> None:
+def check_room(num_prompt: int, width: int, num_blocks: int | None, block_size: int, *, sliding: bool = False) -> None:
     """Whether a pool of so many blocks (None: unknown) can hold the search alone. Raises: ContextTooLong."""
-    if num_blocks is not None and num_prompt <= num_blocks * block_size and not most_tokens(num_prompt, width, num_blocks, block_size):
+    if num_blocks is None or num_prompt > num_blocks * block_size:
+        return
+    if most_tokens(num_prompt, width, num_blocks, block_size, sliding=sliding) <= num_prompt:
+        need = num_prompt // block_size + width if not sliding else -(-num_prompt // block_size) * width
         raise ContextTooLong(
-            f"{width} beams of a prompt of {num_prompt} tokens take {num_prompt // block_size + width} blocks of {block_size} at least, and the KV "
+            f"{width} beams of a prompt of {num_prompt} tokens take {need} blocks of {block_size} at least, and the KV "
             f"pool has {num_blocks}: ask for fewer beams, shorten the prompt or raise num_kv_blocks", "prompt",
         )
 

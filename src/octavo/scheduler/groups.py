@@ -73,7 +73,9 @@ class BeamGroup:
     def reserve(self, kv: KvManager) -> int:
         """Blocks that each of the others is to hold from admission on: what it will not share, its next token's place included."""
         leader, size = self.leader, self._size
-        self._trunk = self._common() // size * size if len(self._beams) > 1 else None
+        self._trunk = None
+        if len(self._beams) > 1:  # a window may have left behind what all share
+            self._trunk = self._common() // size * size if kv.window is None else 0
         shared = leader.num_prompt if self._trunk is None else self._trunk
         covered = min(len(leader.tokens) + 1, leader.limit - 1)
         return max(1, kv.blocks_for(covered) - shared // size)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.config import SchedulerConfig
+from octavo.config import NO_BLOCK, SchedulerConfig
 from octavo.core.output import Delta
 from octavo.core.request import Request, State
 from octavo.core.step import IN, PlanItem, SlotInit, SlotResult, StepPlan, StepResult
@@ -160,7 +160,8 @@ class Scheduler:
         if request.max_total <= length:
             raise InvalidRequest(f"max_total is {request.max_total}, the prompt alone has {length} tokens: no token may follow", "max_tokens")
         # Fixed by the pool's size, not by what else runs: a request ends at the same token in any company.
-        limit = min(request.max_total, context, most_tokens(length, request.params.beam_width, self.kv.pool.num_blocks, self.kv.block_size))
+        width, sliding = request.params.beam_width, self.kv.window is not None
+        limit = min(request.max_total, context, most_tokens(length, width, self.kv.pool.num_blocks, self.kv.block_size, sliding=sliding))
         if request.params.use_beam_search:
             self._check_beams(request)
         self._arrivals += 1
@@ -187,7 +188,7 @@ class Scheduler:
             raise InvalidRequest(
                 f"beam search with {width} beams needs as many sequences at once; at most {most} run (max_num_seqs)", request.params.width_field
             )
-        check_room(request.num_prompt, width, self.kv.pool.num_blocks, self.kv.block_size)
+        check_room(request.num_prompt, width, self.kv.pool.num_blocks, self.kv.block_size, sliding=self.kv.window is not None)
         if request.fork_of:
             parent = self._requests.get(request.fork_of)
             if parent is None or parent.group is None or parent.group.complete:
@@ -259,6 +260,7 @@ class Scheduler:
             take = pending if pending < budget else budget
             used = request.num_computed + take
             reserve = min(used + lookahead, request.limit - 1) if lookahead else 0
+            kv.slide(request.id, request.num_computed)
             while (new_blocks := kv.grow(request.id, used, reserve)) is None:
                 cause = self._shortage(request, max(used, reserve))
                 for victim in self._victims(request):
@@ -360,7 +362,8 @@ class Scheduler:
         if parent is None or parent.state is not State.RUNNING or parent.num_computed < request.num_prompt or request.preemptions:
             return None
         # Its last row is computed again, with its own seed: never for a prompt of one token.
-        return self.kv.fork(parent.id, request.num_prompt - 1) if request.num_prompt > 1 else None
+        start = request.num_prompt - 1
+        return self.kv.fork(parent.id, start) if start > 0 and self.kv.reaches(parent.id, start) else None
 
     def _unpark(self, parent: Request) -> None:
         """Those that waited for this one's prompt go to their places in the queue."""
@@ -575,6 +578,7 @@ class Scheduler:
         back = self._preempter.distrust(plan, since)
         for request_id in back:
             blocks.update(self.kv.table(request_id))
+        blocks.discard(NO_BLOCK)
         return blocks, back
 
     def _start_anew(self, why: str, blocks: set[int], requests: set[str]) -> None:
