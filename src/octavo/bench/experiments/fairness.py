@@ -28,7 +28,7 @@ def run(lab: Lab) -> Outcome:
     draw, heads = Random(3), [lab.ids(Random(seed), HEAD) for seed in (1, 2)]
     sample = [_job(lab, draw, 0.0, heads, "") for _ in range(12 if lab.quick else 32)]
     rate = len(sample) / lab.arm(max_num_seqs=SEQS).run(sample).seconds  # requests a second
-    seconds = (12 if lab.quick else 40) / rate
+    seconds = (12 if lab.quick else 30) / rate
     lab.tell(f"the engine serves {rate:.1f} such requests a second")
 
     def serve(policy: str, rates: dict[str, float], until: float | None = None) -> Callable[[Random], list[Record]]:

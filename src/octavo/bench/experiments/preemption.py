@@ -25,7 +25,7 @@ BLOCK = 16
 
 def run(lab: Lab) -> Outcome:
     """Each length of context each way."""
-    lengths = (32, 128) if lab.quick else (32, 128, 512, 1536)
+    lengths = (32, 128) if lab.quick else (32, 128, 512, 1024)
     slots = -(-max(lengths) // BLOCK) + 2
 
     def serve(length: int, mode: str, where: str | None) -> Callable[[Random], tuple[float, str]]:

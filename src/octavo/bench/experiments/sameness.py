@@ -25,7 +25,7 @@ BATCHES, CHUNKS, CACHES, POOLS = (1, 4, 64), (32, 512, EVERYTHING), ("cold", "wa
 
 def run(lab: Lab) -> Outcome:
     """All cells once; a request's prompt is the same in each."""
-    draw, count, out = Random(5), 6 if lab.quick else 12, 8 if lab.quick else 24
+    draw, count, out = Random(5), 6 if lab.quick else 12, 8 if lab.quick else 16
     kinds = [SamplingParams(**kind, ignore_eos=True, logprobs=1) for kind in KINDS]
     jobs = [Job(0.0, lab.ids(draw, draw.randint(17, 40 if lab.quick else 120)), out, params=kinds[place % len(kinds)]) for place in range(count)]
     largest = max(-(-(len(job.prompt) + out) // 16) for job in jobs)
