@@ -2,8 +2,9 @@
 
 Claim: elsewhere 1,000 repeats of a greedy request under load gave 80 different answers. Source: He et al. 2025, "Defeating Nondeterminism in LLM
 Inference", Thinking Machines Lab.
-Switched: requests at once, chunk, cold or warm prefix cache, a roomy pool or a tight one that recomputes or swaps, in all combinations. Counted
-are the different answers of each request. What it costs cannot be switched off in one build: the order of every sum is part of the kernels (decision 0002).
+Switched: requests at once, chunk, cold or warm prefix cache, a roomy pool or a tight one that recomputes or swaps, in all combinations.
+Counted are the different answers of each request. What it costs cannot be switched off in one build: the order of every sum is part of the
+kernels (decision 0002).
 """
 
 import itertools
