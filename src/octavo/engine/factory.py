@@ -68,7 +68,7 @@ def build(config: Config, report: Report) -> Engine:
         path = hub.resolve(config.model.model, config.model.revision, report.progress)
     with open_checkpoint(path) as checkpoint:
         spec = registry.read_spec(checkpoint)
-        compute_dtype(config), context_asked(config, spec)  # an impossible setting is told before anything is read
+        cache_dtype(config), context_asked(config, spec)  # an impossible setting is told before anything is read
         with phase(report, "reading the tokenizer"):
             text = load_text(config, path, checkpoint, spec)
         side = build_core(config, checkpoint, spec, report)
@@ -80,7 +80,7 @@ def build(config: Config, report: Report) -> Engine:
 def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: Report) -> CoreSide:
     """Make the half of an engine that computes. Raises: ConfigError, CheckpointError, UnsupportedError."""
     dtype, stored = compute_dtype(config), stored_types(checkpoint)
-    context_asked(config, spec)  # an impossible setting is told before the weights are read
+    cache_dtype(config), context_asked(config, spec)  # an impossible setting is told before the weights are read
     with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
         provider = make_provider(config, dtype)
         store = _weight_store(config, checkpoint, provider)
@@ -88,18 +88,18 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     if store is not None and store.hit:
         report.note("packed weights mapped, as an earlier start made them (--no-enable-weight-cache makes them anew)")
     with phase(report, "preparing the KV pool and the program"):
-        kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, config.kv.block_size)
+        kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, cache_dtype(config), config.kv.block_size)
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
-        store = _make_store(final, provider, kv_spec)
-        runner = _make_runner(final, provider, model, kv_spec, store)
+        blocks = _make_blocks(final, provider, kv_spec)
+        runner = _make_runner(final, provider, model, kv_spec, blocks)
         block_seconds = _time_moves(final, runner)
-    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
+    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching, window=spec.reach)
     slots = _tier_slots(final, kv_spec)
     scheduler = Scheduler(final.scheduler, kv, tier=SwapTier(slots) if slots else None, block_seconds=block_seconds)
     core = EngineCore(scheduler, runner)
     core.observers.append(_warn_of_tier)
-    core.keeper = open_keeper(final, spec, checkpoint, kv, store, report)
+    core.keeper = open_keeper(final, spec, checkpoint, kv, blocks, report)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
@@ -113,14 +113,16 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
 
 
 def compute_dtype(config: Config) -> str:
-    """The compute dtype: auto is bfloat16. Raises: UnsupportedError for another KV dtype."""
-    dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
-    if config.kv.kv_cache_dtype not in ("auto", dtype):
-        raise UnsupportedError(
-            f"kv_cache_dtype={config.kv.kv_cache_dtype!r} with dtype {dtype} is not served: the cache is kept in the compute dtype (auto)",
-            "kv_cache_dtype",
-        )
-    return dtype
+    """The compute dtype: auto is bfloat16."""
+    return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+
+
+def cache_dtype(config: Config) -> str:
+    """What the KV cache holds: auto is the compute dtype. Raises: UnsupportedError for float32 below a narrower compute dtype."""
+    dtype, kv = compute_dtype(config), config.kv.kv_cache_dtype
+    if kv == "float32" and dtype != "float32":
+        raise UnsupportedError(f"kv_cache_dtype='float32' with dtype {dtype} is not served: K and V are rounded to {dtype} (auto)", "kv_cache_dtype")
+    return dtype if kv == "auto" else kv
 
 
 def stored_types(checkpoint: Any) -> list[str]:
@@ -173,7 +175,7 @@ def resolve(config: Config, spec: ModelSpec, *, dtype: str, block_bytes: int, av
     context = min(context, blocks * block)
     return replace(
         config, model=replace(config.model, dtype=dtype, max_model_len=context),
-        kv=replace(config.kv, num_kv_blocks=blocks, kv_cache_memory_bytes=None, kv_cache_dtype=dtype),
+        kv=replace(config.kv, num_kv_blocks=blocks, kv_cache_memory_bytes=None, kv_cache_dtype=cache_dtype(config)),
         scheduler=replace(config.scheduler, max_model_len=context),
     )
 
@@ -264,7 +266,7 @@ def activation_bytes(spec: ModelSpec, config: Config) -> int:
     return rows * row + min(rows, HEAD_TILE) * spec.vocab * 4
 
 
-def _make_store(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
+def _make_blocks(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
     try:
         store: KvStore = provider.kv_store(kv_spec, _blocks(config))
     except MemoryError as error:
@@ -315,7 +317,7 @@ def _summary(config: Config, spec: ModelSpec, kv_spec: KvSpec, provider: Any) ->
     yield f"backend {config.runner.backend}{native}"
     sections = {name: " ".join(f"{key}={value}" for key, value in given.items() if value is not None) for name, given in asdict(config).items()}
     yield f"settings {'; '.join(f'{name}: {values}' for name, values in sections.items())}"
-    yield (f"KV pool of {_blocks(config)} blocks: {tokens} tokens at {size(kv_spec.bytes_per_token)} each, "
+    yield (f"KV pool of {_blocks(config)} blocks: {tokens} tokens in {kv_spec.dtype} at {size(kv_spec.bytes_per_token)} each, "
            f"{tokens / context:.1f} requests of full length at once")
     cut = f", cut from {spec.max_position} to what the KV pool holds" if context == tokens < spec.max_position else f" of {spec.max_position}"
     yield f"context {context} tokens{cut if context < spec.max_position else ''}"

@@ -12,7 +12,9 @@ from octavo.engine.compat import check_others
 from octavo.errors import ConfigError, UnsupportedError, shown
 
 DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
-KNOWN_DTYPES = ("float16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+KNOWN_DTYPES = ("float16", "half")
+KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+KNOWN_KV_DTYPES = (*KNOWN_DTYPES, "fp8_e5m2", "fp8_inc", "nvfp4")
 POLICIES = ("fcfs", "priority", "lpm", "fair")
 ADMISSIONS = ("optimistic", "predicted")
 MODES = ("auto", "swap", "recompute")
@@ -64,7 +66,7 @@ def make_config(
     kv = KvConfig(
         num_kv_blocks=_maybe(num_kv_blocks, "num_kv_blocks", 1, 2**31 // BLOCK_SIZE - 1),
         kv_cache_memory_bytes=_maybe(kv_cache_memory_bytes, "kv_cache_memory_bytes", 1, 2**63 - 1),
-        kv_cache_dtype=_dtype(kv_cache_dtype, "kv_cache_dtype"),
+        kv_cache_dtype=_dtype(kv_cache_dtype, "kv_cache_dtype", KV_DTYPES, KNOWN_KV_DTYPES),
         enable_prefix_caching=enable_prefix_caching is not False, kv_cache_dir=_cache_dir(kv_cache_dir, enable_prefix_caching),
         kv_cache_dir_bytes=_cache_dir_bytes(kv_cache_dir_bytes, kv_cache_dir),
         kv_swap_bytes=(swap := _swap_bytes(kv_swap_bytes, swap_space)),
@@ -209,14 +211,15 @@ def _path(model: Any) -> str:
     return path
 
 
-def _dtype(value: Any, name: str) -> str:
+def _dtype(value: Any, name: str, served: Mapping[str, str] = DTYPES, known: tuple[str, ...] = KNOWN_DTYPES) -> str:
     if type(value).__module__ == "torch":  # torch.bfloat16 is a name here
         value = str(value).removeprefix("torch.")
-    if isinstance(value, str) and value in DTYPES:
-        return DTYPES[value]
-    if isinstance(value, str) and value in KNOWN_DTYPES:
-        raise UnsupportedError(f"{name}={shown(value)} is not served: auto, bfloat16 and float32 are", name)
-    raise ConfigError(f"{name} must be auto, bfloat16 or float32, not {shown(value)}", name)
+    if isinstance(value, str) and value in served:
+        return served[value]
+    names = list(dict.fromkeys(served.values()))
+    if isinstance(value, str) and value in known:
+        raise UnsupportedError(f"{name}={shown(value)} is not served: {', '.join(names[:-1])} and {names[-1]} are", name)
+    raise ConfigError(f"{name} must be {', '.join(names[:-1])} or {names[-1]}, not {shown(value)}", name)
 
 
 def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
