@@ -289,6 +289,26 @@ def test_who_shares_what_could_not_be_brought_back_starts_anew() -> None:
     rig.drain()
 
 
+def test_blocks_that_could_not_be_filled_take_nobodys_key() -> None:
+    """What comes back is the double of cached blocks, which are evicted in the same step: the keys stay without a block."""
+    rig = Rig(16, tokens=16, caching=True)
+    rig.add("h", 17, 1, 2)
+    rig.commit(rig.plan())
+    rig.commit(rig.plan())
+    scored = rig.add("s", 19, 4, 2, prompt_logprobs=0)  # reads no cached block, and here completes none that is new
+    rig.commit(rig.plan())
+    rig.scheduler._preempt(scored, "for the test")
+    rig.add("x", 40, 4, 3)
+    rig.broken = {IN}
+    evicted = rig.kv.ledger().cached
+    rig.commit(rig.plan())
+    back = [(e.request_id, e.swapped_tokens) for e in rig.of(Admitted)]
+    assert back[-2:] == [("s", 16), ("x", 0)] and rig.of(Preempted, "s")[-1].how == "recompute" and evicted == 4
+    rig.take([rig.scheduler.abort("x")])
+    rig.add("y", 17, 4, 2)
+    rig.drain()
+
+
 # -- the choice
 
 
