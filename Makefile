@@ -2,6 +2,7 @@
 #   make demo     sets everything up, gets the default model, serves it, shows one streamed answer
 #   make test     sets everything up, passes the tests
 #   make prove    measures what each mechanism is worth, and writes docs/experiments.md (half an hour on two cores)
+#   make performance   measures speed and quality for each of PRECISIONS, and writes docs/performance.md
 # Everything goes into .venv; PYTHON chooses the interpreter.
 
 PYTHON ?= python3
@@ -9,9 +10,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?= smollm2
 PROMPT ?= Why is the sky blue?
+PRECISIONS ?= --dtype,bfloat16
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src native -type f -not -name '*.pyc' -not -name '_native*.so')
 
-.PHONY: demo test matrix prove lint wheel native clean
+.PHONY: demo test matrix prove performance lint wheel native clean
 
 demo: $(VENV)/.installed
 	$(BIN)/octavo pull $(MODEL)
@@ -29,6 +31,19 @@ matrix: $(VENV)/.test-extra
 prove: $(VENV)/.bench-extra
 	$(BIN)/octavo pull $(MODEL)
 	$(BIN)/octavo bench experiments --model $(MODEL) --out docs/experiments --page docs/experiments.md
+
+# Throughput, latency, kernels and quality for each precision (settings with commas for spaces), and the page that is written from the results.
+performance: $(VENV)/.installed
+	$(BIN)/octavo pull $(MODEL)
+	mkdir -p docs/performance
+	for precision in $(PRECISIONS); do \
+	  settings=$$(echo "$$precision" | tr , ' '); name=$$(echo "$(MODEL)-$$precision" | tr -cs 'A-Za-z0-9.\n' -); \
+	  for bench in throughput latency kernels; do \
+	    $(BIN)/octavo bench $$bench $(MODEL) $$settings --save docs/performance/$$bench-$$name.json || exit 1; \
+	  done; \
+	  $(BIN)/octavo eval $(MODEL) $$settings --save docs/performance/eval-$$name.json || exit 1; \
+	done
+	$(BIN)/python -m octavo.bench.performance docs/performance docs/performance.md
 
 lint: $(VENV)/.lint-extra
 	$(BIN)/ruff check src tests

@@ -18,7 +18,7 @@ size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
     for (const Op &op : ops) {
         size_t bytes = 0;
         if (op.code == OP_LINEAR) bytes = (size_t)op.n[1] * EXPAND_ROWS * 4;
-        if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6 + 8);
+        if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6 + 8) + PARTITION * 8;
         if (op.code == OP_SAMPLE) bytes = sample_scratch(vocab);
         most = bytes > most ? bytes : most;
     }

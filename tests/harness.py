@@ -73,7 +73,7 @@ class Bench:
     """A model compiled with its own arrays and blocks. ``step`` runs items; the outputs are ``bench.arrays``."""
 
     def __init__(self, provider: Any, model: registry.LoadedModel, *, dtype: str, max_tokens: int = 128, slots: int = 4, num_blocks: int = 96,
-                 blocks_per_slot: int = 64, alternatives: int = 0, seed: int = 0) -> None:
+                 blocks_per_slot: int = 64, alternatives: int = 0, seed: int = 0, kv: str | None = None) -> None:
         spec = self.spec = model.spec
         dims = {"T": max_tokens, "S": slots, "R": max_tokens, "S+1": slots + 1, "K": max(alternatives, 1), "B": blocks_per_slot}
         self.arrays, slot_arrays = (
@@ -85,7 +85,7 @@ class Bench:
             self.sampling(slot, Sampling())
         self.free = list(np.random.default_rng(seed).permutation(num_blocks))  # so that no table is in order
         self.used = [0] * slots
-        kv = provider.kv_store(KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype), num_blocks)
+        kv = provider.kv_store(KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv or dtype), num_blocks)
         self.program = provider.compile(model.fn, model.weights, spec, step=self.arrays, slots=self.slots, kv=kv)
 
     def sampling(self, slot: int, s: Sampling) -> None:

@@ -23,6 +23,7 @@ constexpr int MAX_HEAD_DIM = 512;
 enum OpCode : int32_t { OP_EMBED, OP_NORM, OP_LINEAR, OP_ROPE_TABLE, OP_ROPE_STORE, OP_ATTENTION, OP_TAKE_ROWS, OP_SAMPLE, OP_COUNT };
 enum Epilogue : int32_t { EPI_STORE, EPI_RESIDUAL, EPI_SILU_MUL };
 enum RowKind : int32_t { ROWS_T, ROWS_R, ROWS_TILE };
+enum KvType : int32_t { KV_BF16, KV_F32, KV_FP8, KV_INT8, KV_INT4, KV_COUNT };
 constexpr int32_t FLAG_F32 = 1;    // act is float32
 constexpr int32_t FLAG_FUSED = 2;  // norm: skip when rows <= FUSED_ROWS, the linear op behind it does it; linear: do it
 

@@ -8,7 +8,14 @@
 // outside a row's range, which it walks through because of its neighbours in the tile, have probability 0 and add +0,
 // or are skipped for this row.
 //
-// p: q, out. n: rows kind, ld (of both), H, G, D, Dp, offset of the layer in a block (elements), window (0: none). f: scale.
+// Quantized types: a token's scores are taken times the scale of its K, and its probability times the scale of its V. fp8
+// (scales are powers of two) is then what bfloat16 gives for the same values. With int8 and int4 the products are of whole
+// numbers (dot16.h): a query row, and a partition's probabilities times V's scales, become 16-bit numbers by their largest
+// magnitude.
+//
+// E: act; S: what the cache stores.
+// p: q, out. n: rows kind, ld (of both), H, G, D, Dp, offset of the layer in a block (bytes), window (0: none), KV type.
+// f: scale.
 #pragma once
 
 struct QueryTile {
@@ -16,10 +23,14 @@ struct QueryTile {
     int64_t dp;
     float *q;       // [QROWS][Dp] float32 values of act precision
     bf16 *q16;      // the same as bf16, for matrix units
-    float *scores;  // [QROWS][PARTITION]; then the probabilities, rounded to act
+    int32_t *qi;    // the same as pairs of 16-bit numbers, for integer KV types
+    float *scores;  // [QROWS][PARTITION]; then the probabilities, rounded to act, times V's scales
     bf16 *p16;      // [QROWS][PARTITION] for matrix units
+    int32_t *pi;    // [QROWS][PARTITION / 2] pairs, for integer KV types
+    float *ks, *vs;  // [PARTITION] scales of the tokens, for quantized KV types
     float *sum;     // [QROWS][Dp] so far
     int32_t low[QROWS], high[QROWS];  // first and last token that a row sees
+    float scale[QROWS], factor[QROWS];  // of the scores; of the integer products over tokens
     float top[QROWS], mass[QROWS];    // so far: the largest score, the sum of exp(score - top)
     bool begun[QROWS];
 };
@@ -32,53 +43,71 @@ struct Partial {
 FN bool sees(const QueryTile &tile, int r, int64_t base) { return tile.low[r] < base + PARTITION && tile.high[r] >= base; }
 
 // Whether this tile's products go to matrix units; few rows do not pay for it.
-template <class E> FN bool matrix_units(const QueryTile &tile) {
+template <class E, class S> FN bool matrix_units(const QueryTile &tile) {
 #ifdef OCTAVO_AMX
-    return sizeof(E) == 2 && tile.rows >= 5;
+    return sizeof(E) == 2 && sizeof(S) == 2 && tile.rows >= 5;
 #else
     (void)tile;
     return false;
 #endif
 }
 
+// Whole numbers of 16 bits by the largest magnitude: returns what 1 stands for, and sets what to multiply with.
+FN float to_whole(float most, float *inv) {
+    if (most < LEAST_SCALE) return *inv = 0.0f;
+    *inv = 32767.0f / most;
+    return most / 32767.0f;
+}
+
 // Scores of one row in one partition become probabilities. Blocks from … to of the partition were scored.
-template <class E> FN void softmax_row(QueryTile &tile, int r, int64_t base, int from, int to, float scale, float *top, float *mass) {
+template <class E, class S> FN void softmax_row(QueryTile &tile, int r, int64_t base, int from, int to, float *top, float *mass) {
     float *s = tile.scores + r * PARTITION;
     const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int32_t low = tile.low[r], high = tile.high[r];
+    const float scale = tile.scale[r];
+    const auto seen = [&](int j, F x, float otherwise) {
+        const int32_t first = (int32_t)base + j * TOKENS;
+        if (first >= low && first + TOKENS - 1 <= high) return x;
+        const I token = lane + first;
+        x = token >= isplat(low) ? x : splat(otherwise);
+        return token <= isplat(high) ? x : splat(otherwise);
+    };
     F best = splat(-INF);
     for (int j = from; j < to; j++) {
-        F x = load<F>(s + j * TOKENS) * scale;
-        const int32_t first = (int32_t)base + j * TOKENS;
-        if (first < low || first + TOKENS - 1 > high) {
-            I token = lane + first;
-            x = token >= isplat(low) ? x : splat(-INF);
-            x = token <= isplat(high) ? x : splat(-INF);
-        }
+        F x = load<F>(s + j * TOKENS);
+        if constexpr (Stored<S>::scaled) x = x * load<F>(tile.ks + j * TOKENS);
+        x = seen(j, x * scale, -INF);
         store<F>(s + j * TOKENS, x);
         best = max_keep(best, x);
     }
     const float high_score = max_lanes(best);
     *top = high_score;
-    F sum = {};
-    const bool tiles = matrix_units<E>(tile);
+    F sum = {}, most = {};
+    const bool tiles = matrix_units<E, S>(tile);
     for (int j = from; j < to; j++) {
-        F p = exp_small(load<F>(s + j * TOKENS) - high_score);
-        const int32_t first = (int32_t)base + j * TOKENS;
-        if (first < low || first + TOKENS - 1 > high) {
-            I token = lane + first;
-            p = token >= isplat(low) ? p : F{};
-            p = token <= isplat(high) ? p : F{};
-        }
-        if constexpr (sizeof(E) == 2) {
-            const U bits = round_bits(p);
-            p = bits_to_f(bits);
-            if (tiles) store<H>(tile.p16 + r * PARTITION + j * TOKENS, __builtin_convertvector(bits >> 16, H));
-        }
+        F p = seen(j, exp_small(load<F>(s + j * TOKENS) - high_score), 0.0f);
+        if constexpr (!Stored<S>::integer) p = round_act<E>(p);
         sum = sum + p;
-        if (!tiles) store<F>(s + j * TOKENS, p);
+        if constexpr (Stored<S>::scaled) {
+            p = seen(j, p * load<F>(tile.vs + j * TOKENS), 0.0f);
+            if constexpr (!Stored<S>::integer) p = round_act<E>(p);
+        }
+        if constexpr (Stored<S>::integer) {
+            const F mag = bits_to_f(f_to_bits(p) & 0x7fffffffu);
+            most = mag > most ? mag : (mag == mag ? most : mag);  // NaN stays
+        }
+        if (tiles)
+            store<H>(tile.p16 + r * PARTITION + j * TOKENS, __builtin_convertvector(f_to_bits(p) >> 16, H));
+        else
+            store<F>(s + j * TOKENS, p);
     }
     *mass = sum_lanes(sum);
+    if constexpr (Stored<S>::integer) {
+        float largest = 0, inv;
+        for (int i = 0; i < LANES; i++) largest = most[i] > largest || most[i] != most[i] ? most[i] : largest;
+        tile.factor[r] = to_whole(largest, &inv);
+        for (int j = from; j < to; j++) store_quads(tile.pi + (r * PARTITION + j * TOKENS) / 2, nearest(load<F>(s + j * TOKENS) * inv));
+    }
 }
 
 // Adds a partition to what the rows that see it have so far.
@@ -102,9 +131,9 @@ static void combine(QueryTile &tile, int64_t base, const Partial &here) {
     }
 }
 
-template <class E> static void score_blocks(const QueryTile &tile, const E *const *k, int from, int to) {
+template <class E, class S> static void score_blocks(const QueryTile &tile, const char *const *k, int from, int to) {
 #ifdef OCTAVO_AMX
-    if constexpr (sizeof(E) == 2) if (matrix_units<E>(tile)) {
+    if constexpr (sizeof(E) == 2 && sizeof(S) == 2) if (matrix_units<E, S>(tile)) {
         const int64_t dp = tile.dp;
         for (int j = from; j < to; j += 2) {
             const bool two = j + 1 < to;
@@ -112,10 +141,10 @@ template <class E> static void score_blocks(const QueryTile &tile, const E *cons
             TILE_ZERO(1);
             for (int64_t c = 0; c < dp; c += KBLOCK) {
                 TILE_LOAD(4, tile.q16 + c, dp * 2);
-                TILE_LOAD(6, k[j] + c * LANES, 64);
+                TILE_LOAD(6, (const bf16 *)k[j] + c * LANES, 64);
                 TILE_DOT(0, 4, 6);
                 if (!two) continue;
-                TILE_LOAD(6, k[j + 1] + c * LANES, 64);
+                TILE_LOAD(6, (const bf16 *)k[j + 1] + c * LANES, 64);
                 TILE_DOT(1, 4, 6);
             }
             TILE_STORE(0, tile.scores + j * TOKENS, PARTITION * 4);
@@ -124,22 +153,33 @@ template <class E> static void score_blocks(const QueryTile &tile, const E *cons
         return;
     }
 #endif
-    for (int j = from; j < to; j++)
-        for (int r = 0; r < tile.rows; r += MAX_ROWS) {
-            const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
-            product_rows<E>(n, 1, tile.q + r * tile.dp, tile.dp, k[j], 0, tile.dp, 0, tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
+    for (int r = 0; r < tile.rows; r += MAX_ROWS) {
+        const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
+        if constexpr (Stored<S>::integer) {
+            with_rows<MAX_ROWS>(n, [&]<int MR>() {
+                constexpr int blocks = OCTAVO_WIDTH == 16 && MR <= 4 ? 2 : 1;
+                const int32_t *q = tile.qi + r * tile.dp / 2;
+                float *out = tile.scores + r * PARTITION;
+                int j = from;
+                for (; j + blocks <= to; j += blocks) dot_scores<S, MR, blocks>(q, tile.dp / 2, k + j, tile.dp, out + j * TOKENS, PARTITION);
+                for (; j < to; j++) dot_scores<S, MR, 1>(q, tile.dp / 2, k + j, tile.dp, out + j * TOKENS, PARTITION);
+            });
+        } else {
+            for (int j = from; j < to; j++)
+                product_rows<E>(n, 1, tile.q + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, 0, tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
         }
+    }
 }
 
-template <class E> static void mix_blocks(const QueryTile &tile, const E *const *k, int from, int to, float *out) {
-    const int64_t dp = tile.dp, panel = TOKENS * LANES;
+template <class E, class S> static void mix_blocks(const QueryTile &tile, const char *const *k, int from, int to, float *out) {
+    const int64_t dp = tile.dp, panel = kv_half<S>(LANES);
 #ifdef OCTAVO_AMX
-    if constexpr (sizeof(E) == 2) if (matrix_units<E>(tile)) {
+    if constexpr (sizeof(E) == 2 && sizeof(S) == 2) if (matrix_units<E, S>(tile)) {
         for (int64_t c = 0; c < dp; c += 2 * LANES) {  // Dp is a multiple of 32
             TILE_ZERO(0);
             TILE_ZERO(1);
             for (int j = from; j < to; j++) {
-                const E *v = k[j] + dp * TOKENS + c / LANES * panel;
+                const char *v = k[j] + kv_half<S>(dp) + c / LANES * panel;
                 TILE_LOAD(5, tile.p16 + j * TOKENS, PARTITION * 2);
                 TILE_LOAD(7, v, 64);
                 TILE_DOT(0, 5, 7);
@@ -154,14 +194,22 @@ template <class E> static void mix_blocks(const QueryTile &tile, const E *const 
 #endif
     for (int r = 0; r < tile.rows; r += MAX_ROWS) {
         const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
-        for (int64_t c = 0; c < dp; c += LANES)
-            mix_rows<E>(n, tile.scores + r * PARTITION + from * TOKENS, PARTITION, k + from, dp * TOKENS + c / LANES * panel, to - from,
-                        out + r * dp + c, dp);
+        if constexpr (Stored<S>::integer) {
+            with_rows<MAX_ROWS>(n, [&]<int MR>() {
+                const int32_t *p = tile.pi + (r * PARTITION + from * TOKENS) / 2;
+                for (int64_t c = 0; c < dp; c += 2 * LANES)
+                    dot_mix<S, MR, 2>(p, PARTITION / 2, k + from, kv_half<S>(dp) + c / LANES * panel, to - from, tile.factor + r, out + r * dp + c, dp);
+            });
+        } else {
+            for (int64_t c = 0; c < dp; c += LANES)
+                mix_rows<E, S>(n, tile.scores + r * PARTITION + from * TOKENS, PARTITION, k + from, kv_half<S>(dp) + c / LANES * panel, to - from,
+                               out + r * dp + c, dp);
+        }
     }
 }
 
 // Takes a tile's queries, and the range of tokens of each.
-template <class E> static void begin_tile(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
+template <class E, class S> static void begin_tile(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
     const int64_t ld = op.n[1], per = op.n[2] / op.n[3], d = op.n[4], dp = tile.dp, window = op.n[7];
     const int32_t first = run.step.q_start[work.seq];
     const int64_t left = (int64_t)(run.step.q_start[work.seq + 1] - first) * per - work.row;
@@ -172,30 +220,45 @@ template <class E> static void begin_tile(const Op &op, const Run &run, QueryTil
         int64_t c = 0;
         for (; c + LANES <= d; c += LANES) store<F>(tile.q + r * dp + c, load_act(q + c));
         for (; c < dp; c++) tile.q[r * dp + c] = c < d ? get_act(q[c]) : 0;
-        for (c = 0; c < dp && sizeof(E) == 2; c += LANES) store_act(tile.q16 + r * dp + c, load<F>(tile.q + r * dp + c));
+        tile.scale[r] = op.f[0];
+        if constexpr (Stored<S>::integer) {
+            float inv;
+            tile.scale[r] = op.f[0] * to_whole(largest(tile.q + r * dp, dp), &inv);
+            for (c = 0; c < dp; c += LANES) store_quads(tile.qi + (r * dp + c) / 2, nearest(load<F>(tile.q + r * dp + c) * inv));
+        } else if (sizeof(E) == 2) {
+            for (c = 0; c < dp; c += LANES) store_act(tile.q16 + r * dp + c, load<F>(tile.q + r * dp + c));
+        }
         tile.high[r] = run.step.positions[t];
         tile.low[r] = window > 0 && tile.high[r] >= window ? tile.high[r] - (int32_t)window + 1 : 0;
         tile.begun[r] = false;
     }
 }
 
-// Scores, probabilities and output of one partition. `table`: the sequence's blocks; `block`: the KV head's part of the first.
-template <class E> static void partition(const Op &op, const Run &run, QueryTile &tile, const int32_t *table, const char *block, int64_t base, const Partial &here) {
+// Scores, probabilities and output of one partition. `table`: the sequence's blocks; `unit`: where the KV head's lies in block 0.
+template <class E, class S> static void partition(const Run &run, QueryTile &tile, const int32_t *table, const char *unit, int64_t base, const Partial &here) {
     const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];  // both rise with the row
     const int from = base < low ? (int)((low - base) / TOKENS) : 0;
     const int to = high - base < PARTITION ? (int)((high - base) / TOKENS + 1) : PARTITION / TOKENS;
-    const E *k[PARTITION / TOKENS];
-    for (int j = from; j < to; j++) k[j] = (const E *)(block + (size_t)table[base / TOKENS + j] * run.block_bytes);
-    score_blocks<E>(tile, k, from, to);
+    const char *k[PARTITION / TOKENS];
+    for (int j = from; j < to; j++) {
+        k[j] = unit + (size_t)table[base / TOKENS + j] * run.block_bytes;
+        if constexpr (Stored<S>::scaled) {
+            const bf16 *scales = (const bf16 *)(k[j] + 2 * kv_half<S>(tile.dp));
+            store<F>(tile.ks + j * TOKENS, load_act(scales) * Stored<S>::unit);
+            store<F>(tile.vs + j * TOKENS, load_act(scales + TOKENS) * Stored<S>::unit);
+        }
+    }
+    score_blocks<E, S>(tile, k, from, to);
     for (int r = 0; r < tile.rows; r++) {
         if (sees(tile, r, base)) {
-            softmax_row<E>(tile, r, base, from, to, op.f[0], here.top + r, here.mass + r);
+            softmax_row<E, S>(tile, r, base, from, to, here.top + r, here.mass + r);
         } else {  // the tile's other rows see this partition; this one must not meet old numbers
             __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
             __builtin_memset(tile.p16 + r * PARTITION, 0, PARTITION * 2);
+            tile.factor[r] = 0;
         }
     }
-    mix_blocks<E>(tile, k, from, to, here.out);
+    mix_blocks<E, S>(tile, k, from, to, here.out);
 }
 
 // The quotients, rounded to act.
@@ -212,15 +275,15 @@ template <class E> static void finish_tile(const Op &op, const Run &run, QueryTi
     }
 }
 
-template <class E> static void attend(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g, float *scratch) {
-    begin_tile<E>(op, run, tile, work, g);
+template <class E, class S> static void attend(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g, float *scratch) {
+    begin_tile<E, S>(op, run, tile, work, g);
     const int32_t *table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
-    const char *block = run.kv + (op.n[6] + g * 2 * tile.dp * TOKENS) * (int64_t)sizeof(E);
+    const char *unit = run.kv + op.n[6] + g * kv_unit<S>(tile.dp);
     const int64_t first = tile.low[0] / PARTITION, count = tile.high[tile.rows - 1] / PARTITION - first + 1;
     if (work.pieces == 1) {
         const Partial here(scratch, tile.dp);
         for (int64_t i = first; i < first + count; i++) {
-            partition<E>(op, run, tile, table, block, i * PARTITION, here);
+            partition<E, S>(run, tile, table, unit, i * PARTITION, here);
             combine(tile, i * PARTITION, here);
         }
         return finish_tile<E>(op, run, tile, work, g);
@@ -228,14 +291,14 @@ template <class E> static void attend(const Op &op, const Run &run, QueryTile &t
     const Split &split = run.splits[work.split];
     const auto kept = [&](int64_t i) { return Partial(split.at + (g * split.partitions + i) * partial_floats(tile.dp), tile.dp); };
     for (int64_t i = count * work.piece / work.pieces; i < count * (work.piece + 1) / work.pieces; i++)
-        partition<E>(op, run, tile, table, block, (first + i) * PARTITION, kept(i));
+        partition<E, S>(run, tile, table, unit, (first + i) * PARTITION, kept(i));
     if (__atomic_add_fetch(split.done + g, 1, __ATOMIC_ACQ_REL) < work.pieces) return;
     __atomic_store_n(split.done + g, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
     for (int64_t i = 0; i < count; i++) combine(tile, (first + i) * PARTITION, kept(i));
     finish_tile<E>(op, run, tile, work, g);
 }
 
-template <class E> static void attention(const Op &op, const Run &run, const Part &part) {
+template <class E, class S> static void attention(const Op &op, const Run &run, const Part &part) {
     const int64_t dp = op.n[5], groups = op.n[3];
     QueryTile tile;
     tile.dp = dp;
@@ -244,17 +307,19 @@ template <class E> static void attention(const Op &op, const Run &run, const Par
     tile.q = at, at += QROWS * dp;
     tile.sum = at, at += QROWS * dp;
     tile.scores = at, at += QROWS * PARTITION;
-    tile.q16 = (bf16 *)at;
-    tile.p16 = tile.q16 + QROWS * dp;
+    tile.ks = at, at += PARTITION;
+    tile.vs = at, at += PARTITION;
+    tile.q16 = (bf16 *)at, tile.qi = (int32_t *)at;  // of the two, one is in use, and they are of one size
+    tile.p16 = tile.q16 + QROWS * dp, tile.pi = tile.qi + QROWS * dp / 2;
 #ifdef OCTAVO_AMX
-    if (sizeof(E) == 2) configure(true);
+    if (sizeof(E) == 2 && sizeof(S) == 2) configure(true);
 #endif
     const int64_t tasks = run.num_tiles * groups;
     for (int64_t task; (task = next_task(part.counter)) < tasks;) {
         task = tasks - 1 - task;  // a sequence's last tile sees the most tokens: first
-        attend<E>(op, run, tile, run.tiles[task / groups], task % groups, scratch);
+        attend<E, S>(op, run, tile, run.tiles[task / groups], task % groups, scratch);
     }
 #ifdef OCTAVO_AMX
-    if (sizeof(E) == 2) configure(false);
+    if (sizeof(E) == 2 && sizeof(S) == 2) configure(false);
 #endif
 }

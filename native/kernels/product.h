@@ -15,9 +15,9 @@ FN NF fused(NF a, NF b, NF c) { return a * b + c; }
 constexpr int MAX_ROWS = 2;
 #endif
 
-template <class E> struct Panel;
+// The stored type S of a panel says how its values become float32; the act type E, whether their products are exact.
+template <class S> struct Panel;
 template <> struct Panel<bf16> {  // a row of pairs: [16][2]
-    static constexpr bool exact = true;
     FN void pair(const bf16 *b, int v, NF *even, NF *odd) {
         NU u = load<NU>(b + v * OCTAVO_WIDTH * 2);
         *even = (NF)(u << 16);
@@ -25,35 +25,34 @@ template <> struct Panel<bf16> {  // a row of pairs: [16][2]
     }
 };
 template <> struct Panel<float> {
-    static constexpr bool exact = false;
     FN void pair(const float *b, int v, NF *even, NF *odd) {
         *even = load<NF>(b + v * OCTAVO_WIDTH);
         *odd = load<NF>(b + LANES + v * OCTAVO_WIDTH);
     }
 };
 template <class E> FN NF multiply_add(NF a, NF b, NF c) {
-    if constexpr (Panel<E>::exact) return fused(a, b, c);
+    if constexpr (sizeof(E) == 2) return fused(a, b, c);
     return a * b + c;
 }
 
 // c[panel][row] += one group of KB products, for NP panels that lie `stride` elements apart and MR rows of a.
 // `ahead`: elements to the data that this stream needs next (0: none), fetched into the second cache meanwhile.
-template <class E, int MR, int NP, int KB>
-FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const E *b, int64_t stride, int64_t ahead) {
+template <class E, int MR, int NP, int KB, class S>
+FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int64_t stride, int64_t ahead) {
     NF e[NP][MR][NV] = {}, o[NP][MR][NV] = {};
 #pragma GCC unroll 2
     for (int k = 0; k < KB; k += 2) {
 #pragma GCC unroll 4
         for (int p = 0; p < NP; p++) {
-            const E *bp = b + p * stride + k * LANES;
+            const S *bp = b + p * stride + k * LANES;
             if (ahead) {
                 __builtin_prefetch(bp + ahead, 0, 2);
-                if (sizeof(E) == 4) __builtin_prefetch(bp + ahead + LANES, 0, 2);
+                if (sizeof(S) == 4) __builtin_prefetch(bp + ahead + LANES, 0, 2);
             }
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
                 NF even, odd;
-                Panel<E>::pair(bp, v, &even, &odd);
+                Panel<S>::pair(bp, v, &even, &odd);
 #pragma GCC unroll 8
                 for (int r = 0; r < MR; r++) {
                     e[p][r][v] = multiply_add<E>(nsplat(a[r * lda + k]), even, e[p][r][v]);
@@ -71,8 +70,8 @@ FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const E *b, int6
 }
 
 // out[panel·out_stride + row·ldo + 16] = rows · panels over kp products.
-template <class E, int MR, int NP>
-static __attribute__((noinline)) void product(const float *a, int64_t lda, const E *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
+template <class E, int MR, int NP, class S>
+static __attribute__((noinline)) void product(const float *a, int64_t lda, const S *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
                                               int64_t out_stride, int64_t ldo) {
     NF c[NP][MR][NV] = {};
     for (int64_t k = 0; k < kp; k += KBLOCK) group<E, MR, NP, KBLOCK>(c, a + k, lda, b + k * LANES, stride, ahead);
@@ -82,8 +81,8 @@ static __attribute__((noinline)) void product(const float *a, int64_t lda, const
 }
 
 // The same for `np` panels in a row and any number of rows up to MAX_ROWS, as many panels in flight as registers allow.
-template <class E>
-static void product_rows(int rows, int np, const float *a, int64_t lda, const E *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
+template <class E, class S>
+static void product_rows(int rows, int np, const float *a, int64_t lda, const S *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
                          int64_t out_stride, int64_t ldo) {
     int p = 0;
 #define OCTAVO_FLY(MR, NP)                                                                                  \
@@ -118,26 +117,27 @@ static void product_rows(int rows, int np, const float *a, int64_t lda, const E 
 #undef OCTAVO_FLY
 }
 
-// Products over tokens: out[row·ldo + 16] = Σ over n blocks of p[row][16·block …] · v[block] (a panel of 16 tokens × 16 dims).
-template <class E, int MR>
-static __attribute__((noinline)) void mix(const float *p, int64_t ldp, const E *const *v, int64_t offset, int n, float *out, int64_t ldo) {
+// Products over tokens: out[row·ldo + 16] = Σ over n blocks of p[row][16·block …] · v[block] (a panel of 16 tokens × 16 dims,
+// `offset` bytes behind v[block]).
+template <class E, class S, int MR>
+static __attribute__((noinline)) void mix(const float *p, int64_t ldp, const char *const *v, int64_t offset, int n, float *out, int64_t ldo) {
     NF c[1][MR][NV] = {};
-    for (int j = 0; j < n; j++) group<E, MR, 1, TOKENS>(c, p + j * TOKENS, ldp, v[j] + offset, 0, 0);
+    for (int j = 0; j < n; j++) group<E, MR, 1, TOKENS>(c, p + j * TOKENS, ldp, (const S *)(v[j] + offset), 0, 0);
     for (int r = 0; r < MR; r++)
         for (int w = 0; w < NV; w++) store<NF>(out + r * ldo + w * OCTAVO_WIDTH, c[0][r][w]);
 }
-template <class E>
-static void mix_rows(int rows, const float *p, int64_t ldp, const E *const *v, int64_t offset, int n, float *out, int64_t ldo) {
+template <class E, class S>
+static void mix_rows(int rows, const float *p, int64_t ldp, const char *const *v, int64_t offset, int n, float *out, int64_t ldo) {
     switch (rows) {
-        case 1: mix<E, 1>(p, ldp, v, offset, n, out, ldo); break;
-        case 2: mix<E, 2>(p, ldp, v, offset, n, out, ldo); break;
+        case 1: mix<E, S, 1>(p, ldp, v, offset, n, out, ldo); break;
+        case 2: mix<E, S, 2>(p, ldp, v, offset, n, out, ldo); break;
 #if OCTAVO_WIDTH == 16
-        case 3: mix<E, 3>(p, ldp, v, offset, n, out, ldo); break;
-        case 4: mix<E, 4>(p, ldp, v, offset, n, out, ldo); break;
-        case 5: mix<E, 5>(p, ldp, v, offset, n, out, ldo); break;
-        case 6: mix<E, 6>(p, ldp, v, offset, n, out, ldo); break;
-        case 7: mix<E, 7>(p, ldp, v, offset, n, out, ldo); break;
-        case 8: mix<E, 8>(p, ldp, v, offset, n, out, ldo); break;
+        case 3: mix<E, S, 3>(p, ldp, v, offset, n, out, ldo); break;
+        case 4: mix<E, S, 4>(p, ldp, v, offset, n, out, ldo); break;
+        case 5: mix<E, S, 5>(p, ldp, v, offset, n, out, ldo); break;
+        case 6: mix<E, S, 6>(p, ldp, v, offset, n, out, ldo); break;
+        case 7: mix<E, S, 7>(p, ldp, v, offset, n, out, ldo); break;
+        case 8: mix<E, S, 8>(p, ldp, v, offset, n, out, ldo); break;
 #endif
         default: __builtin_trap();
     }

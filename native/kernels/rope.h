@@ -1,7 +1,4 @@
-// Rotary embedding, and the writing of K and V into the cache.
-//
-// A block of the cache: [layer][kv head][K | V]. K is a panel whose columns are the block's 16 tokens and whose inner
-// size is Dp; V is Dp/16 panels of 16 dims whose inner size is the 16 tokens.
+// Rotary embedding, and the writing of K and V into the cache (kv.h).
 #pragma once
 
 // Sine and cosine of x, |x| < 2^23: reduction by π/2 in three parts, then the Taylor series, all in double.
@@ -41,22 +38,15 @@ FN void rotate(const float *__restrict x, const float *__restrict table, int64_t
     }
 }
 
-template <class E> FN int64_t k_at(int64_t d, int64_t token) {
-    return sizeof(E) == 2 ? (d / 2 * LANES + token) * 2 + d % 2 : d * LANES + token;
-}
-template <class E> FN int64_t v_at(int64_t d, int64_t token) {
-    return d / LANES * (TOKENS * LANES) + (sizeof(E) == 2 ? (token / 2 * LANES + d % LANES) * 2 + token % 2 : token * LANES + d % LANES);
-}
-
 // rope_store. p: qkv [T][ld], table, q out, positions' kv_slots. n: rows kind, ld of qkv, ld of q, H, G, D, Dp, offset of
-// the layer in a block (elements).
-template <class E> static void rope_store(const Op &op, const Run &run, const Part &part) {
+// the layer in a block (bytes), KV type. E: act; S: what the cache stores.
+template <class E, class S> static void rope_store(const Op &op, const Run &run, const Part &part) {
     const float *qkv = (const float *)op.p[0], *table = (const float *)op.p[1];
     E *q = (E *)op.p[2];
     const int32_t *slots = (const int32_t *)op.p[3];
     const int64_t ld = op.n[1], ldq = op.n[2], heads = op.n[3], groups = op.n[4], d = op.n[5], dp = op.n[6], half = d / 2;
     const int64_t per = heads / groups;
-    float y[MAX_HEAD_DIM] = {};
+    float y[MAX_HEAD_DIM] = {}, value[MAX_HEAD_DIM] = {};
     int64_t from, to;
     share((int64_t)part.rows * groups, part.thread, run.threads, &from, &to);
     for (int64_t i = from; i < to; i++) {
@@ -68,20 +58,9 @@ template <class E> static void rope_store(const Op &op, const Run &run, const Pa
         }
         if (g == groups - 1)
             for (int64_t c = heads * d; c < ldq; c++) q[t * ldq + c] = 0;
-        const int64_t token = slots[t] % TOKENS;
-        E *k = (E *)(run.kv + (size_t)(slots[t] / TOKENS) * run.block_bytes) + op.n[7] + g * 2 * dp * TOKENS;
-        E *v = k + dp * TOKENS;
         rotate(row + (heads + g) * d, angle, half, y);
-        const float *value = row + (heads + groups + g) * d;
-        E narrow[MAX_HEAD_DIM];
-        store_row(narrow, y, d);
-        for (int64_t c = 0; c < d; c += 2)  // a pair lies together in bf16
-            k[k_at<E>(c, token)] = narrow[c], k[k_at<E>(c + 1, token)] = narrow[c + 1];
-        store_row(narrow, value, d);
-        for (int64_t c = 0; c < d; c++) v[v_at<E>(c, token)] = narrow[c];
-        for (int64_t c = d; c < dp; c++) k[k_at<E>(c, token)] = 0, v[v_at<E>(c, token)] = 0;
-        if (run.zero_tail[t])  // what a former owner left would meet probability 0, and 0 · NaN is NaN
-            for (int64_t c = 0; c < dp; c++)
-                for (int64_t rest = token + 1; rest < TOKENS; rest++) v[v_at<E>(c, rest)] = 0;
+        __builtin_memcpy(value, row + (heads + groups + g) * d, (size_t)d * 4);
+        char *unit = run.kv + (size_t)(slots[t] / TOKENS) * run.block_bytes + op.n[7] + g * kv_unit<S>(dp);
+        store_kv<E, S>(unit, dp, slots[t] % TOKENS, y, value, run.zero_tail[t]);
     }
 }

@@ -9,11 +9,25 @@ static void norm_any(const Op &op, const Run &run, const Part &part) {
     op.flags &FLAG_F32 ? norm<float>(op, run, part, run.threads) : norm<bf16>(op, run, part, run.threads);
 }
 static void linear_any(const Op &op, const Run &run, const Part &part) { op.flags &FLAG_F32 ? linear<float>(op, run, part) : linear<bf16>(op, run, part); }
+// The KV type stands in the op; float32 act takes any, bfloat16 act any but float32 (op[…] is never called with that).
+template <class E, class Call> FN void with_kv_type(int32_t type, Call &&f) {
+    if (type == KV_FP8) return f(Fp8());
+    if (type == KV_INT8) return f(Int8());
+    if (type == KV_INT4) return f(Int4());
+    if constexpr (sizeof(E) == 4) if (type == KV_F32) return f(float());
+    f(bf16());
+}
 static void rope_store_any(const Op &op, const Run &run, const Part &part) {
-    op.flags &FLAG_F32 ? rope_store<float>(op, run, part) : rope_store<bf16>(op, run, part);
+    if (op.flags & FLAG_F32)
+        with_kv_type<float>(op.n[8], [&](auto s) { rope_store<float, decltype(s)>(op, run, part); });
+    else
+        with_kv_type<bf16>(op.n[8], [&](auto s) { rope_store<bf16, decltype(s)>(op, run, part); });
 }
 static void attention_any(const Op &op, const Run &run, const Part &part) {
-    op.flags &FLAG_F32 ? attention<float>(op, run, part) : attention<bf16>(op, run, part);
+    if (op.flags & FLAG_F32)
+        with_kv_type<float>(op.n[8], [&](auto s) { attention<float, decltype(s)>(op, run, part); });
+    else
+        with_kv_type<bf16>(op.n[8], [&](auto s) { attention<bf16, decltype(s)>(op, run, part); });
 }
 
 #ifdef OCTAVO_AMX

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 BLOCK_SIZE = 16  # tokens in a KV block: the width of one kernel tile
+KV_BITS = {"bfloat16": 16, "float32": 32, "fp8_e4m3": 8, "int8": 8, "int4": 4}  # of one value in the KV cache, by its dtype
+KEPT_BYTES = 2**30  # of cached blocks, from one start to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,10 @@ class KvConfig:
     block_size: int = BLOCK_SIZE
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
-    kv_cache_dtype: str = "auto"  # auto: the compute dtype
+    kv_cache_dtype: str = "auto"  # auto (the compute dtype), or one of KV_BITS
     enable_prefix_caching: bool = True
+    kv_cache_dir: str | None = None  # where cached blocks are kept from one start to the next; None: nowhere
+    kv_cache_dir_bytes: int = KEPT_BYTES  # that may lie there
     kv_swap_bytes: int = 0  # of the tier that preempted requests' blocks may go to; 0: none
     kv_swap_path: str | None = None  # a folder, or a file to be made, where the tier is kept; None: in memory
 

@@ -77,7 +77,7 @@ def test_prompts_from_a_file_and_from_standard_input(octavo: Octavo, tiny: str, 
     (("--scheduling-policy", "fair", "--tenant-weights", "a=0"), "the weight of 'a' must be a number from 0.001 to 1e+06, not '0'"),
     (("--admission", "hopeful"), "admission must be optimistic or predicted, not 'hopeful'"),
     (("--target-itl-ms", "0"), "target_itl_ms must be a number of milliseconds above 0, or None for no target, not 0.0 (--target-itl-ms)"),
-    (("--kv-cache-dtype", "fp8"), "kv_cache_dtype='fp8' is not served"),
+    (("--kv-cache-dtype", "fp8_e5m2"), "kv_cache_dtype='fp8_e5m2' is not served"),
     (("--quantization", "awq"), "quantization='awq' is not served yet"),
     (("--num-kv-blocks", "0"), "num_kv_blocks must be between 1 and"),
     (("--temperature", "-1"), "temperature must be at least 0, not -1.0 (--temperature)"),
@@ -166,3 +166,12 @@ def test_an_interrupt_while_it_starts_is_no_traceback(tiny: str, after: float) -
     _, errors = process.communicate(timeout=60)
     if process.returncode != -signal.SIGINT:  # that is Python's own, before the command has begun
         assert process.returncode in (0, 130) and "octavo/" not in errors, errors
+
+
+def test_experiments_are_listed_and_unknown_ones_refused(octavo: Octavo) -> None:
+    from octavo.bench.runner import NAMES
+
+    done = octavo("bench", "experiments", "--list")
+    assert done.returncode == 0 and [line.split()[0] for line in done.stdout.splitlines()] == list(NAMES)
+    done = octavo("bench", "experiments", "nonesuch")
+    assert done.returncode == 2 and "no experiment 'nonesuch'" in done.stderr and "batching" in done.stderr and len(done.stderr.splitlines()) == 1

@@ -505,7 +505,7 @@ def test_shutdown(folder: str) -> None:
     ({"max_model_len": 128, "num_kv_blocks": 7}, ConfigError, r"max_model_len is 128, .* 7 blocks holds 112 .* num_kv_blocks=8"),
     ({"num_kv_blocks": None, "kv_cache_memory_bytes": 1000}, ConfigError, "kv_cache_memory_bytes is 1000; one block of 16 tokens takes"),
     ({"num_kv_blocks": 2**26}, ConfigError, "67108864 blocks takes .* available"),
-    ({"kv_cache_dtype": "bfloat16"}, UnsupportedError, "kv_cache_dtype"),
+    ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, UnsupportedError, "kv_cache_dtype"),
     ({"chat_template": "/no/such/file"}, ConfigError, "chat_template"),
 ])
 def test_settings_against_the_model(folder: str, settings: dict[str, Any], error: type, words: str) -> None:
@@ -548,7 +548,21 @@ def test_start_up_is_told(folder: str) -> None:
                       "context 256 tokens of 2048", "weights ", "ready in"):
             assert words in text, words
         assert told.last[0] == "weights" and told.last[1] == told.last[2] > 0
-        assert llm.config.model.dtype == "bfloat16" and llm.ledger.kv == 64 * 16 * 2 * 3 * 2 * 32 * 2
+        assert llm.config.model.dtype == llm.config.kv.kv_cache_dtype == "bfloat16" and llm.ledger.kv == 64 * 16 * 2 * 3 * 2 * 32 * 2
+
+
+@pytest.mark.parametrize(("given", "kept", "bits", "scales"), [
+    ("bfloat16", "bfloat16", 16, 0), ("fp8", "fp8_e4m3", 8, 2), ("int8", "int8", 8, 2), ("int4", "int4", 4, 2),
+])
+def test_a_kv_cache_of_its_own_type(folder: str, given: str, kept: str, bits: int, scales: int, caplog: pytest.LogCaptureFixture) -> None:
+    """More blocks fit the same memory, and it is told."""
+    one = 3 * 2 * 2 * (32 * bits // 8 + scales)  # bytes of a token: 3 layers · 2 heads · K, V · 32 (16 padded)
+    pool = {"kv_cache_dtype": given, "num_kv_blocks": None, "kv_cache_memory_bytes": 64 * 16 * one}
+    with caplog.at_level(logging.INFO, "octavo"), make(folder, "torch", **pool) as llm:
+        assert (llm.config.kv.kv_cache_dtype, llm.config.kv.num_kv_blocks, llm.ledger.kv) == (kept, 64, 64 * 16 * one)
+        assert any(f"1024 tokens in {kept} at" in record.getMessage() for record in caplog.records)
+        (out,) = llm.generate(["abc"], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+        assert len(out.outputs[0].token_ids) == 3
 
 
 def test_the_log(folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -59,12 +59,20 @@ def test_impossible_tenant_weights_under_their_policy(bad: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("quantization", "awq"), ("block_size", 32), ("dtype", "float16"), ("kv_cache_dtype", "fp8"),
+    ("quantization", "awq"), ("block_size", 32), ("dtype", "float16"), ("kv_cache_dtype", "fp8_e5m2"),
 ])
 def test_known_things_that_are_not_served(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedError, match=name) as caught:
         make_config("m", **{name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(("given", "kept"), [
+    ("auto", "auto"), ("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("int8", "int8"), ("int4", "int4"), ("bfloat16", "bfloat16"),
+    ("float", "float32"),
+])
+def test_kv_cache_dtypes(given: str, kept: str) -> None:
+    assert make_config("m", kv_cache_dtype=given).kv.kv_cache_dtype == kept
 
 
 def test_torchs_names_of_types() -> None:

@@ -106,10 +106,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tiny_pairwise(tiny_model: str, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv"), [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"), ("bfloat16", "fp8"), ("float32", "int4")])
+def test_tiny_pairwise(tiny_model: str, tmp_path: Path, dtype: str, kv: str) -> None:
     cells = cells_of(axes_of([16, 64, 2048], [1, 2, 3]), {False: 1024, True: 10}, whole=False)
-    check(tiny_model, cells, tmp_path, dtype=dtype, **TINY)
+    check(tiny_model, cells, tmp_path, dtype=dtype, kv_cache_dtype=kv, **TINY)
 
 
 @pytest.mark.model
@@ -128,8 +128,10 @@ def test_smollm2_some(smollm2: str, tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tiny_whole(tiny_model: str, tmp_path: Path, dtype: str) -> None:
-    check(tiny_model, cells_of(axes_of([16, 64, 2048], [1, 2, 3]), {False: 1024, True: 10}, whole=True), tmp_path, dtype=dtype, **TINY)
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8", "int4"])
+def test_tiny_whole(tiny_model: str, tmp_path: Path, dtype: str, kv: str) -> None:
+    cells = cells_of(axes_of([16, 64, 2048], [1, 2, 3]), {False: 1024, True: 10}, whole=True)
+    check(tiny_model, cells, tmp_path, dtype=dtype, kv_cache_dtype=kv, **TINY)
 
 
 @pytest.mark.matrix

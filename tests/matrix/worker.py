@@ -2,7 +2,8 @@
 
     OCTAVO_ISA=… python worker.py JOB.json OUT.json
 
-JOB: {"model", "count", "max_prompt", "max_tokens", "dtype", "cells": [{"alone", "budget", "blocks", "threads", "cache", "swap"}, …]}.
+JOB: {"model", "count", "max_prompt", "max_tokens", "dtype", "kv_cache_dtype",
+      "cells": [{"alone", "budget", "blocks", "threads", "cache", "swap"}, …]}.
 OUT: {"isa", "cells": [{"answers", "preemptions", "swapped": blocks out and in, "hits"}, …]}.
 
 cache: off; cold; warm (everything was asked before); partial (the first half of each prompt, and of those with few tokens none, was).
@@ -32,8 +33,9 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     out = []
     for cell in job["cells"]:
-        with LLM(job["model"], dtype=job["dtype"], max_model_len=job["max_model_len"], max_num_seqs=cell.get("seqs", 64),
-                 max_num_batched_tokens=cell["budget"], num_kv_blocks=cell["blocks"], num_threads=cell["threads"],
+        with LLM(job["model"], dtype=job["dtype"], kv_cache_dtype=job.get("kv_cache_dtype", "auto"),
+                 max_model_len=job["max_model_len"], max_num_seqs=cell.get("seqs", 64), max_num_batched_tokens=cell["budget"],
+                 num_kv_blocks=cell["blocks"], num_threads=cell["threads"],
                  enable_prefix_caching=cell["cache"] != "off", **SWAP[cell["swap"]]) as llm:
             wanted = workload.requests(llm.vocab_size, job["count"], job["max_prompt"], job["max_tokens"])
             if cell["cache"] == "warm":

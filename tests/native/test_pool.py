@@ -178,7 +178,7 @@ def test_wrong_programs_are_refused():
     with pytest.raises(UnsupportedError, match="16 tokens"):
         p.kv_store(KvSpec(1, 1, 16, "bfloat16", 32), 4)
     with pytest.raises(UnsupportedError, match="compute dtype"):
-        p.kv_store(KvSpec(1, 1, 16, "float32"), 4)
+        p.kv_store(KvSpec(1, 1, 16, "float32"), 4)  # wider than the compute dtype
     with pytest.raises(ConfigError, match="num_kv_blocks"):
         p.kv_store(KvSpec(1, 1, 16, "bfloat16"), 0)
     with pytest.raises(ConfigError, match="address space"):

@@ -38,7 +38,7 @@ class Rig:
     """A recorder with its own arrays. Record ops on ``ops``, then ``run``."""
 
     def __init__(self, p: NativeProvider, *, tokens: int = 64, seqs: int = 8, blocks: int = 64, table: int = 32, alternatives: int = 8,
-                 spec: Any = None) -> None:
+                 spec: Any = None, kv: str | None = None) -> None:
         self.spec = spec or tiny_spec()
         dims = {"T": tokens, "S": seqs, "R": tokens, "S+1": seqs + 1, "K": alternatives, "B": table}
         self.step, self.slots = (
@@ -49,7 +49,7 @@ class Rig:
         self.slots["repetition"][:] = 1
         self.step["row_target"][:] = -1
         self.step["row_top"][:] = -1
-        self.kv = p.kv_store(KvSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, p.dtype), blocks)
+        self.kv = p.kv_store(KvSpec(self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim, kv or p.dtype), blocks)
         self.ops = Recorder(p, self.spec, self.step, self.slots, self.kv)
         self.program: Any = None
 

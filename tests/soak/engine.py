@@ -18,7 +18,8 @@ from octavo import LLM, SamplingParams
 
 WAVE = 50  # requests at once
 EARLY = 0.1  # of the requests, after which memory must not grow
-SETTINGS = {"num_kv_blocks": 40, "max_num_seqs": 32, "max_num_batched_tokens": 128, "max_model_len": 256, "scheduling_policy": "fair"}
+SETTINGS = {"num_kv_blocks": 40, "max_num_seqs": 32, "max_num_batched_tokens": 128, "max_model_len": 256, "scheduling_policy": "fair",
+            "kv_swap_bytes": 2**20}
 STOPS = ["e", "the", " ", "\n", "ab"]
 
 
@@ -30,6 +31,7 @@ class Told:
     early: int = 0
     late: int = 0
     preemptions: int = 0
+    swapped: int = 0  # blocks
     hits: int = 0
     seconds: float = 0.0
 
@@ -41,7 +43,8 @@ class Told:
     def lines(self) -> str:
         """For people."""
         ends = ", ".join(f"{count:,} {end}" for end, count in sorted(self.ends.items()))
-        return (f"ends        {ends}, in {self.seconds:.0f} s\npreemptions {self.preemptions:,}; {self.hits:,} prompt tokens from the cache\n"
+        return (f"ends        {ends}, in {self.seconds:.0f} s\n"
+                f"preemptions {self.preemptions:,}, {self.swapped:,} blocks swapped; {self.hits:,} prompt tokens from the cache\n"
                 f"memory      {self.early / 1e6:.1f} MB after a tenth, {self.late / 1e6:.1f} MB at the end: {self.growth:+.2f} MB")
 
 
@@ -67,12 +70,13 @@ def soak(llm: LLM, requests: int, seed: int = 0) -> Told:
         for stream in streams:
             told.ends["streamed"] += bool(list(stream))
         sent += WAVE
-        ledger = llm.kv_ledger
-        assert ledger.live == 0 and ledger.free + ledger.cached == ledger.total, ledger
+        ledger, stats = llm.kv_ledger, llm.preemption_stats
+        assert ledger.live == 0 and ledger.free + ledger.cached == ledger.total and not stats.tier_used, (ledger, stats)
         llm._running().scheduler.check()
         if not told.early and sent >= EARLY * requests:
             told.early = _resident()
-    told.late, told.preemptions, told.hits = _resident(), llm.num_preemptions, llm.prefix_cache_stats[1]
+    stats = llm.preemption_stats
+    told.late, told.preemptions, told.swapped, told.hits = _resident(), stats.preemptions, stats.blocks_out, llm.prefix_cache_stats[1]
     told.seconds = time.monotonic() - began
     return told
 

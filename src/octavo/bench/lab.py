@@ -9,18 +9,20 @@ within a round.
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from octavo.bench.timed import PlanTimes
-from octavo.config import Config
+from octavo.config import BLOCK_SIZE, Config
 from octavo.core.request import Request
 from octavo.engine import factory
 from octavo.engine.core import EngineCore
 from octavo.engine.report import Report
 from octavo.engine.settings import make_config
-from octavo.kv.manager import KvManager
+from octavo.kv.manager import KvManager, Ledger
+from octavo.kv.tier import SwapTier
 from octavo.models import registry
+from octavo.runner.tier import TierMemory
 from octavo.scheduler.scheduler import AdmissionPredicate, Counters, Scheduler
 from octavo.simulate.drive import Job, Record, drive
 from octavo.weights import hub
@@ -28,6 +30,7 @@ from octavo.weights.checkpoint import open_checkpoint
 
 EVERYTHING = 4096  # tokens: a budget that no prompt here exceeds
 SEQS = 64
+HISTORY = 16  # outputs that predicted admission wants to have seen
 FIRST_ID = 3  # of the token ids that prompts are made of: those before are often special
 
 T = TypeVar("T")
@@ -51,18 +54,43 @@ class Clock:
 
 @dataclass(slots=True)
 class Averages:
-    """What the KV ledger said, averaged over time, step by step."""
+    """What the KV ledger said over time. A ratio's average is that of what is above and of what is below, each summed over seconds."""
 
-    utilization: float = 0.0  # live tokens / allocated token slots
-    resident: float = 0.0  # requests that run
-    allocated: float = 0.0  # live blocks / blocks of the pool
-    unique: float = 0.0  # live blocks / blocks that the tables would take without sharing
-    rows: float = 0.0  # tokens of a step, averaged over steps
+    seconds: float = 0.0
+    slots: float = 0.0  # allocated token slots · seconds, and likewise
+    unused: float = 0.0  # those without a token
+    live: float = 0.0  # live blocks
+    logical: float = 0.0  # blocks that the tables would take without sharing
+    running: float = 0.0  # requests
+
+    def add(self, seconds: float, ledger: Ledger, running: int) -> None:
+        """It was so for some time."""
+        self.seconds += seconds
+        self.slots += seconds * ledger.live_slots
+        self.unused += seconds * ledger.reserved_slots
+        self.live += seconds * ledger.live
+        self.logical += seconds * ledger.logical
+        self.running += seconds * running
+
+    @property
+    def utilization(self) -> float:
+        """Live tokens / allocated token slots."""
+        return 1 - self.unused / self.slots
+
+    @property
+    def unique(self) -> float:
+        """Blocks / blocks without sharing."""
+        return self.live / self.logical
+
+    @property
+    def resident(self) -> float:
+        """Requests that run at once."""
+        return self.running / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load, served."""
+    """One load, served. ``counters``: of this run alone."""
 
     records: list[Record]
     seconds: float
@@ -89,19 +117,13 @@ class Arm:
         began = self.clock()
         if began:
             jobs = [replace(job, arrival=job.arrival + began) for job in jobs]
-        averages, times = Averages(), PlanTimes(self.scheduler)
-        steps, rows, last = self.core.counters.steps, self.core.counters.tokens_planned, began
-        total = 0.0
+        averages, times, before = Averages(), PlanTimes(self.scheduler), asdict(self.core.counters)
+        last = began
 
         def measure(now: float, records: Mapping[str, Record]) -> None:
-            nonlocal last, total
-            weight, last = now - last, now
-            ledger = self.scheduler.kv.ledger()
-            total += weight
-            averages.utilization += weight * ledger.utilization
-            averages.resident += weight * len(self.scheduler.running)
-            averages.allocated += weight * ledger.live / ledger.total
-            averages.unique += weight * (ledger.live / ledger.logical if ledger.logical else 1.0)
+            nonlocal last
+            averages.add(now - last, self.scheduler.kv.ledger(), len(self.scheduler.running))
+            last = now
             for each in [r for r in self.scheduler.running if records[r.id].job.most is not None and r.num_output >= records[r.id].job.output]:
                 self.core.abort(each.id)  # it has found its end, as at a stop string
             if observe is not None:
@@ -110,10 +132,12 @@ class Arm:
         with times:
             records = drive(self.core, jobs, make or request, self.clock, self.clock.wait, observe=measure)
         seconds = self.clock() - began
-        for name in ("utilization", "resident", "allocated", "unique"):
-            setattr(averages, name, getattr(averages, name) / total)
-        averages.rows = (self.core.counters.tokens_planned - rows) / (self.core.counters.steps - steps)
-        return Run(records, seconds, self.core.counters, averages, times)
+        counted = {name: value - before[name] for name, value in asdict(self.core.counters).items()}
+        return Run(records, seconds, Counters(**counted), averages, times)
+
+    def learn(self, lab: "Lab", outputs: Sequence[int], most: int) -> None:
+        """Serve some short prompts, so that predicted admission knows how long outputs are before anything is measured."""
+        self.run(jobs_of(lab, random.Random("learn"), [(BLOCK_SIZE, output) for output in outputs], most=most))
 
 
 class Lab:
@@ -130,6 +154,7 @@ class Lab:
         wanted = make_config(model, num_threads=num_threads, dtype=dtype, max_num_seqs=SEQS, max_num_batched_tokens=EVERYTHING)
         with open_checkpoint(hub.resolve(wanted.model.model, None, report.progress)) as checkpoint:
             self._side = factory.build_core(wanted, checkpoint, registry.read_spec(checkpoint), report)
+        self._runner: Any = self._side.core.executor
         self._run = 0
 
     def close(self) -> None:
@@ -152,18 +177,25 @@ class Lab:
         assert self._side.config.kv.num_kv_blocks is not None
         return self._side.config.kv.num_kv_blocks
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block."""
+        return self._side.ledger.kv // self.num_kv_blocks
+
     def arm(
-        self, *, kv: KvManager | None = None, num_kv_blocks: int | None = None, prefix_caching: bool = True,
+        self, *, kv: KvManager | None = None, num_kv_blocks: int | None = None, prefix_caching: bool = True, tier: TierMemory | None = None,
         predicates: Sequence[AdmissionPredicate] = (), **settings: Any,
     ) -> Arm:
-        """A fresh engine. ``kv`` instead of a pool of its own with ``num_kv_blocks``; ``predicates``: of
-        admission; ``settings`` are SchedulerConfig's."""
+        """A fresh engine. ``kv`` instead of a pool of its own with ``num_kv_blocks``; ``tier``: memory for swapped blocks,
+        the caller's to close; ``predicates``: of admission; ``settings`` are SchedulerConfig's."""
         config = replace(self._side.config.scheduler, **{"max_num_batched_tokens": 512, **settings})
         kv = kv or KvManager(num_kv_blocks or self.num_kv_blocks, prefix_caching=prefix_caching)
         assert kv.pool.num_blocks <= self.num_kv_blocks and config.max_num_batched_tokens <= EVERYTHING and config.max_num_seqs <= SEQS
-        clock = Clock()
-        scheduler = Scheduler(config, kv, admission=predicates)
-        return Arm(scheduler, EngineCore(scheduler, self._side.core.executor, clock), clock)
+        clock, runner = Clock(), self._runner
+        runner.tier = tier
+        slots, seconds = (None, 0.0) if tier is None else (SwapTier(tier.num_slots), runner.seconds_per_move())
+        scheduler = Scheduler(config, kv, admission=predicates, tier=slots, block_seconds=seconds)
+        return Arm(scheduler, EngineCore(scheduler, runner, clock), clock)
 
     def ids(self, draw: random.Random, count: int) -> list[int]:
         """Token ids for a prompt."""

@@ -16,14 +16,6 @@ class Outcome:
     table: list[list[str]]
     data: dict[str, Any] = field(default_factory=dict)
 
-    def text(self) -> str:
-        """The table, for a terminal."""
-        rows = [self.columns, *self.table]
-        widths = [max(len(row[place]) for row in rows) for place in range(len(self.columns))]
-        cells = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))] for row in rows]
-        lines = [f"  {'  '.join(row)}".rstrip() for row in cells]
-        return "\n".join([lines[0], "  " + "  ".join("─" * width for width in widths), *lines[1:]])
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:

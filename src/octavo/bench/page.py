@@ -15,16 +15,21 @@ def rewrite(page: Path, folder: Path, names: tuple[str, ...]) -> None:
 
     Raises: ConfigError when the page is not there, or has no marks.
     """
+    found = [json.loads(path.read_text()) for name in names if (path := folder / f"{name}.json").exists()]
+    put(page, BEGIN, END, _results(found, Path(os.path.relpath(folder, page.parent)), folder))
+
+
+def put(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two marks of a page. Raises: ConfigError when the page is not there, or has no marks."""
     try:
-        text = page.read_text()
+        old = page.read_text()
     except OSError as error:
         raise ConfigError(f"the page {page} cannot be read: {error.strerror}", "page") from error
-    before, begun, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
+    before, begun, rest = old.partition(begin)
+    _, ended, after = rest.partition(end)
     if not begun or not ended:
-        raise ConfigError(f"the page {page} lacks the marks between which results are written: {BEGIN} and {END}", "page")
-    found = [json.loads(path.read_text()) for name in names if (path := folder / f"{name}.json").exists()]
-    page.write_text(f"{before}{BEGIN}\n{_results(found, Path(os.path.relpath(folder, page.parent)), folder)}{END}{after}")
+        raise ConfigError(f"the page {page} lacks the marks between which results are written: {begin} and {end}", "page")
+    page.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
 def _results(found: list[dict[str, Any]], link: Path, folder: Path) -> str:

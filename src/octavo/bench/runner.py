@@ -12,10 +12,11 @@ from octavo.bench import picture, result
 from octavo.bench.lab import Lab
 from octavo.bench.outcome import Outcome
 from octavo.bench.page import where_measured
+from octavo.bench.tables import table
 from octavo.engine.report import Report
 from octavo.errors import ConfigError
 
-NAMES = ("utilization", "batching", "prefix", "cache-cost", "sharing", "chunking", "fairness", "tight-pool", "sameness")
+NAMES = ("utilization", "batching", "prefix", "cache-cost", "sharing", "preemption", "chunking", "fairness", "tight-pool", "sameness")
 
 
 class Experiment(Protocol):
@@ -67,7 +68,7 @@ def run(names: Sequence[str], model: str, out: Path, *, repeats: int, quick: boo
             result.write(out / f"{name}.json", whole)
             if pictures:
                 paint(out / f"{name}.json")
-            sys.stdout.write(f"{name}: {outcome.finding}\n{outcome.text()}\n\n")
+            sys.stdout.write(f"{name}: {outcome.finding}\n\n{table(outcome.columns, outcome.table)}\n")
             sys.stdout.flush()
     finally:
         lab.close()

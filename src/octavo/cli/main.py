@@ -6,6 +6,7 @@ import typer
 
 from octavo.cli import bench, options
 from octavo.cli.chat import chat
+from octavo.cli.evaluate import evaluate
 from octavo.cli.generate import generate
 from octavo.cli.inspect import inspect
 from octavo.cli.pull import pull
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 for command in (serve, chat, generate, inspect, pull):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(bench.app, name="bench")
 
 

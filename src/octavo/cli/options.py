@@ -20,6 +20,7 @@ Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a Hub id,
                                       metavar="MODEL")]
 Revision = Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.", rich_help_panel=ENGINE)]
 Dtype = Annotated[str | None, typer.Option(help="auto (bfloat16), bfloat16 or float32.", rich_help_panel=ENGINE)]
+KvDtype = Annotated[str | None, typer.Option("--kv-cache-dtype", help="auto, bfloat16, fp8, int8 or int4.", rich_help_panel=ENGINE)]
 KvBytes = Annotated[int | None, typer.Option("--kv-cache-memory-bytes", help="Bytes of the KV pool.", rich_help_panel=ENGINE)]
 
 Table = dict[str, tuple[Any, str, tuple[str, ...]]]  # name → type, help (none: left out of it), declarations other than --its-name
@@ -48,8 +49,10 @@ ENGINE_OPTIONS: Table = {
     "tokenizer": (str, "Directory or .gguf file to take the tokenizer from, if not the model.", ()),
     "revision": (str, "Hub revision: branch, tag or commit.", ()),
     "block_size": (int, "Tokens in a KV block: 16.", ()),
-    "kv_cache_dtype": (str, "auto: the compute dtype.", ()),
+    "kv_cache_dtype": (str, "auto: the compute dtype; bfloat16, fp8, int8, int4.", ()),
     "quantization": (str, "Not served yet; GGUF types are dequantized at load.", ()),
+    "kv_cache_dir": (str, "Folder in which hot cached prefixes are kept from one start to the next.", ()),
+    "kv_cache_dir_bytes": (int, "Most bytes to keep there (default 1 GiB).", ()),
     "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),  # its name would cut all others at 80 columns
     "enable_weight_cache": (bool, "", ("--enable-weight-cache/--no-enable-weight-cache",)),
 }
@@ -90,7 +93,7 @@ NEUTRAL_OPTIONS: Table = {
 
 OTHERS = (  # of single commands
     "host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name", "workloads", "batch_size", "input_len", "output_len",
-    "rows", "context",
+    "rows", "context", "text", "tasks", "reference", "window",
 )
 
 Command = Callable[..., None]

@@ -8,7 +8,6 @@ import asyncio
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from octavo.engine.compat import without_effect
 from octavo.engine.console import LOGGER, show_log
 from octavo.engine.generation import Flight, Generation
 from octavo.engine.inputs import Inputs, Prompt, check_priority
-from octavo.engine.messages import Abort, Batch, Begin, End, EngineStats, FromEngine, Note, Progress, Ready, ResetCache
+from octavo.engine.messages import Abort, Batch, Begin, End, EngineStats, FromEngine, Note, Progress, Ready
 from octavo.engine.outputs import Answer
 from octavo.engine.report import LogReport, Report, phase
 from octavo.engine.settings import make_config
@@ -101,7 +100,6 @@ class AsyncLLM:
         self._pool = ThreadPoolExecutor(TEXT_THREADS, "octavo-text")
         self._longest_token = text.longest_token()
         self._ready: asyncio.Future[Ready] | None = None
-        self._resets: deque[asyncio.Future[None]] = deque()  # of the cache, asked for and not yet done, in their order
         self._started = self._shut = False
 
     # -- start and end
@@ -292,10 +290,7 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Running requests lose nothing, so it always succeeds: True, once it is done. Raises: WorkerDied."""
         self._check_alive()
-        done = asyncio.get_running_loop().create_future()
-        self._resets.append(done)
-        self._client.send(ResetCache())
-        await done
+        await self._board.reset_cache()
         return True
 
     # -- to the engine
@@ -354,8 +349,6 @@ class AsyncLLM:
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Batch):
             self._board.deliver(message)
-            for _ in range(message.resets):
-                _settle(self._resets.popleft())
         elif isinstance(message, Ready):
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)
@@ -378,8 +371,6 @@ class AsyncLLM:
             if self._started:
                 LOGGER.error("%s; %d requests end with it", self.failure, len(self._board.flights))
             self.on_death.set()
-        while self._resets:
-            _settle(self._resets.popleft(), WorkerDied(error.message))
         self._board.fail_all(WorkerDied(error.message))
 
     # -- small things
@@ -389,16 +380,6 @@ class AsyncLLM:
         times = self._board.admissions
         span = time.monotonic() - times[0] if times else 0.0
         return 1 if span <= 0 else max(1, min(MOST_RETRY_SECONDS, math.ceil(waiting * span / len(times))))
-
-
-def _settle(future: "asyncio.Future[None]", error: Exception | None = None) -> None:
-    """End a wait, unless who waited is gone."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 def _queue_bound(value: Any) -> int | None:

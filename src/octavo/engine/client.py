@@ -10,13 +10,14 @@ import msgspec
 import zmq
 
 from octavo.engine.console import LOGGER
-from octavo.engine.messages import FromEngine, LastWords, Ready, Shutdown, ToEngine, decode_from_engine, decode_last_words, encode
+from octavo.engine.messages import Begin, End, FromEngine, LastWords, Ready, Shutdown, ToEngine, decode_from_engine, decode_last_words, encode
 from octavo.engine.process import EngineHandle
 from octavo.errors import OctavoError, WorkerDied
 
 GRACE = 0.1  # seconds after the process' end in which its last batches may still come in
 TURN = 0.005  # seconds of the event loop's time that messages may take at once
 STOP_SECONDS = 2.0  # that an engine has to end by itself
+KEEP_SECONDS = 120.0  # more, for one that says that it is writing its cache to a disk
 
 
 class EngineClient(Protocol):
@@ -44,6 +45,7 @@ class ProcessClient:
         self._last = b""
         self._ended: asyncio.Event | None = None
         self._started = self._closed = self._killed = False
+        self._in_phase = False  # it has told the beginning of something, and not its end
 
     def attach(self, on_message: Callable[[FromEngine], None], on_end: Callable[[OctavoError], None]) -> None:
         """Watch the socket and the process."""
@@ -73,6 +75,9 @@ class ProcessClient:
             self.send(Shutdown())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), STOP_SECONDS)
+            if self._in_phase:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), KEEP_SECONDS)
         if not self._ended.is_set():
             self._killed = True
             self._handle.process.kill()
@@ -97,6 +102,8 @@ class ProcessClient:
         try:
             message = decode_from_engine(frame)
             self._started = self._started or isinstance(message, Ready)
+            if isinstance(message, Begin | End):
+                self._in_phase = isinstance(message, Begin)
             self._on_message(message)
         except Exception:  # a bug on this side; the engine's other news must still come through
             LOGGER.exception("a message from the engine could not be handled")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from octavo.core.output import Delta
 from octavo.core.request import Request
@@ -11,6 +12,16 @@ from octavo.observe.events import Event, Finished
 from octavo.scheduler.scheduler import Counters, Scheduler
 
 Observer = Callable[[Event, float], None]
+
+
+class Keeper(Protocol):
+    """Keeps what the prefix cache holds for a later engine. Never raises."""
+
+    def save(self) -> None:
+        """Keep it, now that nothing runs."""
+
+    def forget(self) -> None:
+        """The cache was reset: what was kept must not come back."""
 
 
 class EngineCore:
@@ -23,12 +34,15 @@ class EngineCore:
     ``observers`` are called with each event and the time (engine's clock, seconds) of the step that it happened in. An
     observer's exception comes out of the call that it happened in, but costs the other observers no event and nobody a
     delta: the next ``step`` returns them.
+
+    ``keeper`` saves the prefix cache at the shutdown, unless a step broke.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
         self.observers: list[Observer] = []
         self.failure: str | None = None
         self.cause: BaseException | None = None  # what was raised at a break
+        self.keeper: Keeper | None = None
         self._scheduler = scheduler
         self.executor = executor  # a bench may put another scheduler over it, once this core has no work
         self._clock = clock
@@ -73,6 +87,8 @@ class EngineCore:
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; requests lose nothing. Returns how many blocks became free. Raises: WorkerDied after a break."""
         self._refuse_if_dead()
+        if self.keeper is not None:
+            self.keeper.forget()
         return self._scheduler.kv.reset_cache()
 
     def step(self) -> list[Delta]:
@@ -98,7 +114,10 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End what is unfinished (``step`` hands it out) and give up the executor. May be called twice."""
+        keeper, self.keeper = self.keeper, None  # it holds the KV memory
         if self.failure is None:
+            if keeper is not None:
+                keeper.save()
             self.failure = "it was shut down"
             events = self._answer_all("abort", None)
             self.executor.shutdown()

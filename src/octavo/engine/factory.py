@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import Config
 from octavo.engine.console import LOGGER
 from octavo.engine.core import EngineCore
+from octavo.engine.keeper import open_keeper
 from octavo.engine.report import Report, phase
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kv.manager import KvManager
@@ -23,6 +24,7 @@ from octavo.kv.tier import SwapTier
 from octavo.models import registry
 from octavo.models.spec import ModelSpec
 from octavo.observe.events import Event, TierFailed
+from octavo.ops.table import KvStore
 from octavo.runner.memory import Ledger, available_memory, default_num_blocks, size
 from octavo.runner.runner import Runner
 from octavo.runner.tier import FileTier, MemoryTier, TierMemory
@@ -66,7 +68,7 @@ def build(config: Config, report: Report) -> Engine:
         path = hub.resolve(config.model.model, config.model.revision, report.progress)
     with open_checkpoint(path) as checkpoint:
         spec = registry.read_spec(checkpoint)
-        compute_dtype(config), context_asked(config, spec)  # an impossible setting is told before anything is read
+        cache_dtype(config), context_asked(config, spec)  # an impossible setting is told before anything is read
         with phase(report, "reading the tokenizer"):
             text = load_text(config, path, checkpoint, spec)
         side = build_core(config, checkpoint, spec, report)
@@ -78,7 +80,7 @@ def build(config: Config, report: Report) -> Engine:
 def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: Report) -> CoreSide:
     """Make the half of an engine that computes. Raises: ConfigError, CheckpointError, UnsupportedError."""
     dtype, stored = compute_dtype(config), stored_types(checkpoint)
-    context_asked(config, spec)  # an impossible setting is told before the weights are read
+    cache_dtype(config), context_asked(config, spec)  # an impossible setting is told before the weights are read
     with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
         provider = make_provider(config, dtype)
         store = _weight_store(config, checkpoint, provider)
@@ -86,14 +88,18 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     if store is not None and store.hit:
         report.note("packed weights mapped, as an earlier start made them (--no-enable-weight-cache makes them anew)")
     with phase(report, "preparing the KV pool and the program"):
-        kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, config.kv.block_size)
+        kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, cache_dtype(config), config.kv.block_size)
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
-        runner = _make_runner(final, provider, model, kv_spec)
+        store = _make_store(final, provider, kv_spec)
+        runner = _make_runner(final, provider, model, kv_spec, store)
         block_seconds = _time_moves(final, runner)
     kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
     slots = _tier_slots(final, kv_spec)
     scheduler = Scheduler(final.scheduler, kv, tier=SwapTier(slots) if slots else None, block_seconds=block_seconds)
+    core = EngineCore(scheduler, runner)
+    core.observers.append(_warn_of_tier)
+    core.keeper = open_keeper(final, spec, checkpoint, kv, store, report)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
@@ -103,20 +109,20 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
     for line in (*_summary(final, spec, kv_spec, provider), *_tier_line(final, slots, block_seconds), ledger.line()):
         report.note(line)
-    core = EngineCore(scheduler, runner)
-    core.observers.append(_warn_of_tier)
     return CoreSide(core, scheduler, final, spec, ledger, getattr(provider, "isa", config.runner.backend))
 
 
 def compute_dtype(config: Config) -> str:
-    """The compute dtype: auto is bfloat16. Raises: UnsupportedError for another KV dtype."""
-    dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
-    if config.kv.kv_cache_dtype not in ("auto", dtype):
-        raise UnsupportedError(
-            f"kv_cache_dtype={config.kv.kv_cache_dtype!r} with dtype {dtype} is not served: the cache is kept in the compute dtype (auto)",
-            "kv_cache_dtype",
-        )
-    return dtype
+    """The compute dtype: auto is bfloat16."""
+    return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+
+
+def cache_dtype(config: Config) -> str:
+    """What the KV cache holds: auto is the compute dtype. Raises: UnsupportedError for float32 below a narrower compute dtype."""
+    dtype, kv = compute_dtype(config), config.kv.kv_cache_dtype
+    if kv == "float32" and dtype != "float32":
+        raise UnsupportedError(f"kv_cache_dtype='float32' with dtype {dtype} is not served: K and V are rounded to {dtype} (auto)", "kv_cache_dtype")
+    return dtype if kv == "auto" else kv
 
 
 def stored_types(checkpoint: Any) -> list[str]:
@@ -162,11 +168,14 @@ def resolve(config: Config, spec: ModelSpec, *, dtype: str, block_bytes: int, av
             f"{blocks * block}, or give num_kv_blocks={math.ceil(context / block)} or more ({size(math.ceil(context / block) * block_bytes)})",
             "max_model_len",
         )
+    if config.kv.kv_cache_dir is not None and config.kv.kv_cache_dir_bytes < block_bytes:
+        most = config.kv.kv_cache_dir_bytes
+        raise ConfigError(f"kv_cache_dir_bytes is {most}; one block of {block} tokens takes {block_bytes}", "kv_cache_dir_bytes")
     _check_tier(config, blocks * block_bytes, block_bytes, available)
     context = min(context, blocks * block)
     return replace(
         config, model=replace(config.model, dtype=dtype, max_model_len=context),
-        kv=replace(config.kv, num_kv_blocks=blocks, kv_cache_memory_bytes=None, kv_cache_dtype=dtype),
+        kv=replace(config.kv, num_kv_blocks=blocks, kv_cache_memory_bytes=None, kv_cache_dtype=cache_dtype(config)),
         scheduler=replace(config.scheduler, max_model_len=context),
     )
 
@@ -244,7 +253,8 @@ def _weight_store(config: Config, checkpoint: Checkpoint, provider: Any) -> Pack
     cache = hub.cache_dir()
     with suppress(OSError):  # then nothing is remembered, and saving tells why
         cache.mkdir(parents=True, exist_ok=True)
-    return PackedStore(cache / "packed", checkpoint_hash(checkpoint.files, cache), provider.packing, LOGGER.warning)
+    packing = f"{provider.packing}, quantization {config.model.quantization}"
+    return PackedStore(cache / "packed", checkpoint_hash(checkpoint.files, cache), packing, LOGGER.warning)
 
 
 def activation_bytes(spec: ModelSpec, config: Config) -> int:
@@ -256,11 +266,15 @@ def activation_bytes(spec: ModelSpec, config: Config) -> int:
     return rows * row + min(rows, HEAD_TILE) * spec.vocab * 4
 
 
-def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_spec: KvSpec) -> Runner:
+def _make_store(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
     try:
-        store = provider.kv_store(kv_spec, _blocks(config))
+        store: KvStore = provider.kv_store(kv_spec, _blocks(config))
     except MemoryError as error:
         raise ConfigError(f"the memory for {_blocks(config)} KV blocks cannot be had: {error}", "num_kv_blocks") from error
+    return store
+
+
+def _make_runner(config: Config, provider: Any, model: registry.LoadedModel, kv_spec: KvSpec, store: KvStore) -> Runner:
     tier = _make_tier(config, _tier_slots(config, kv_spec), store.block_bytes)
     try:
         return Runner(
@@ -303,7 +317,7 @@ def _summary(config: Config, spec: ModelSpec, kv_spec: KvSpec, provider: Any) ->
     yield f"backend {config.runner.backend}{native}"
     sections = {name: " ".join(f"{key}={value}" for key, value in given.items() if value is not None) for name, given in asdict(config).items()}
     yield f"settings {'; '.join(f'{name}: {values}' for name, values in sections.items())}"
-    yield (f"KV pool of {_blocks(config)} blocks: {tokens} tokens at {size(kv_spec.bytes_per_token)} each, "
+    yield (f"KV pool of {_blocks(config)} blocks: {tokens} tokens in {kv_spec.dtype} at {size(kv_spec.bytes_per_token)} each, "
            f"{tokens / context:.1f} requests of full length at once")
     cut = f", cut from {spec.max_position} to what the KV pool holds" if context == tokens < spec.max_position else f" of {spec.max_position}"
     yield f"context {context} tokens{cut if context < spec.max_position else ''}"

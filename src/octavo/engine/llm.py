@@ -46,6 +46,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None, enable_prefix_caching: bool | None = None, kv_cache_dtype: str = "auto",
         num_threads: int | None = None, seed: int = 0, tokenizer: str | None = None, revision: str | None = None,
         scheduling_policy: str = "fcfs", tenant_weights: Mapping[str, float] | str | None = None, admission: str = "optimistic",
+        kv_cache_dir: str | os.PathLike[str] | None = None, kv_cache_dir_bytes: int | None = None,
         target_itl_ms: float | None = None, kv_swap_bytes: int | None = None, kv_swap_path: str | os.PathLike[str] | None = None,
         swap_space: float | None = None, preemption_mode: str = "auto", max_logprobs: int = 20, generation_config: str = "auto",
         chat_template: str | None = None, backend: str = "native", enable_weight_cache: bool | None = None, report: Report | None = None,
@@ -60,6 +61,7 @@ class LLM:
             num_threads=num_threads, seed=seed, tokenizer=tokenizer, revision=revision, scheduling_policy=scheduling_policy,
             tenant_weights=tenant_weights, admission=admission, target_itl_ms=target_itl_ms, kv_swap_bytes=kv_swap_bytes,
             kv_swap_path=kv_swap_path, swap_space=swap_space, preemption_mode=preemption_mode,
+            kv_cache_dir=kv_cache_dir, kv_cache_dir_bytes=kv_cache_dir_bytes,
             max_logprobs=max_logprobs, generation_config=generation_config, chat_template=chat_template, backend=backend,
             enable_weight_cache=enable_weight_cache, **others,
         )
@@ -211,7 +213,8 @@ class LLM:
     # -- end
 
     def shutdown(self) -> None:
-        """End what is unfinished and give up weights, KV pool and threads. May be called twice."""
+        """End what is unfinished and give up weights, KV pool and threads; with ``kv_cache_dir``, cached prefixes are kept there now, and not
+        where this is never called. May be called twice."""
         engine, self._engine = self._engine, None
         if engine is not None:
             self._driver.shutdown()

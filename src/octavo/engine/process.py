@@ -22,7 +22,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 BOOT = "import sys; sys.path[:] = sys.argv[1].split(sys.argv[2]); from octavo.engine.process import main; main(int(sys.argv[3]))"
 LONGEST_ADDRESS = 100  # bytes; a Unix socket's path has room for 107 on Linux, 103 on macOS
 PROGRESS_SECONDS = 0.1  # between two messages about the same transfer
+KEEPING = "keeping the KV cache"  # a phase at the end, with a time of its own
 FLUSH_MS = 1000  # that the last messages have to leave the process
 
 
@@ -173,7 +174,8 @@ class EngineLoop:
         for frame in self._receive(not (core.has_work or self._refused)):
             self._take(frame)
         if self._stopping:
-            core.shutdown()
+            with phase(WireReport(self._send), KEEPING) if core.keeper else nullcontext():
+                core.shutdown()
         elif core.failure is not None:
             raise WorkerDied(core.failure) from core.cause
         begun, steps, planned = self._clock(), counters.steps, counters.tokens_planned

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from octavo.config import BLOCK_SIZE, Config, KvConfig, ModelConfig, RunnerConfig, SchedulerConfig
+from octavo.config import BLOCK_SIZE, KEPT_BYTES, Config, KvConfig, ModelConfig, RunnerConfig, SchedulerConfig
 from octavo.engine.compat import check_others
 from octavo.errors import ConfigError, UnsupportedError, shown
 
 DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
-KNOWN_DTYPES = ("float16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+KNOWN_DTYPES = ("float16", "half")
+KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+KNOWN_KV_DTYPES = (*KNOWN_DTYPES, "fp8_e5m2", "fp8_inc", "nvfp4")
 POLICIES = ("fcfs", "priority", "lpm", "fair")
 ADMISSIONS = ("optimistic", "predicted")
 MODES = ("auto", "swap", "recompute")
@@ -30,6 +32,7 @@ def make_config(
     max_num_batched_tokens: Any = None, block_size: Any = BLOCK_SIZE, num_kv_blocks: Any = None, kv_cache_memory_bytes: Any = None,
     enable_prefix_caching: Any = None, kv_cache_dtype: Any = "auto", num_threads: Any = None, seed: Any = 0, tokenizer: Any = None,
     revision: Any = None, scheduling_policy: Any = "fcfs", tenant_weights: Any = None, admission: Any = "optimistic", target_itl_ms: Any = None,
+    kv_cache_dir: Any = None, kv_cache_dir_bytes: Any = None,
     kv_swap_bytes: Any = None, kv_swap_path: Any = None, swap_space: Any = None, preemption_mode: Any = "auto",
     max_logprobs: Any = 20, generation_config: Any = "auto", chat_template: Any = None, backend: Any = "native", enable_weight_cache: Any = None,
     **others: Any,
@@ -63,8 +66,10 @@ def make_config(
     kv = KvConfig(
         num_kv_blocks=_maybe(num_kv_blocks, "num_kv_blocks", 1, 2**31 // BLOCK_SIZE - 1),
         kv_cache_memory_bytes=_maybe(kv_cache_memory_bytes, "kv_cache_memory_bytes", 1, 2**63 - 1),
-        kv_cache_dtype=_dtype(kv_cache_dtype, "kv_cache_dtype"),
-        enable_prefix_caching=enable_prefix_caching is not False, kv_swap_bytes=(swap := _swap_bytes(kv_swap_bytes, swap_space)),
+        kv_cache_dtype=_dtype(kv_cache_dtype, "kv_cache_dtype", KV_DTYPES, KNOWN_KV_DTYPES),
+        enable_prefix_caching=enable_prefix_caching is not False, kv_cache_dir=_cache_dir(kv_cache_dir, enable_prefix_caching),
+        kv_cache_dir_bytes=_cache_dir_bytes(kv_cache_dir_bytes, kv_cache_dir),
+        kv_swap_bytes=(swap := _swap_bytes(kv_swap_bytes, swap_space)),
         kv_swap_path=_swap_path(kv_swap_path, swap),
     )
     tokens = _maybe(max_num_batched_tokens, "max_num_batched_tokens", 1, MOST)
@@ -120,6 +125,29 @@ def _weights(given: Any, policy: Any) -> tuple[tuple[str, float], ...]:
     if found and policy != "fair":
         raise ConfigError(f'{name} are shares under scheduling_policy "fair"; it is {policy!r}: choose fair, or leave them out', name)
     return tuple(found.items())
+
+
+def _cache_dir(given: Any, caching: bool | None) -> str | None:
+    if given is None:
+        return None
+    try:
+        path = os.fspath(given)
+    except TypeError:
+        path = None
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"kv_cache_dir must be a folder's name, not {shown(given)}", "kv_cache_dir")
+    if caching is False:
+        raise ConfigError(f"kv_cache_dir is {shown(path)}, and enable_prefix_caching is false: there is nothing to keep", "kv_cache_dir")
+    return path
+
+
+def _cache_dir_bytes(given: Any, folder: Any) -> int:
+    if given is None:
+        return KEPT_BYTES
+    most = _whole(given, "kv_cache_dir_bytes", 1, 2**63 - 1)
+    if folder is None:
+        raise ConfigError(f"kv_cache_dir_bytes is {most}, and kv_cache_dir is not set: name the folder", "kv_cache_dir_bytes")
+    return most
 
 
 def _swap_bytes(given: Any, gib: Any) -> int:
@@ -183,14 +211,15 @@ def _path(model: Any) -> str:
     return path
 
 
-def _dtype(value: Any, name: str) -> str:
+def _dtype(value: Any, name: str, served: Mapping[str, str] = DTYPES, known: tuple[str, ...] = KNOWN_DTYPES) -> str:
     if type(value).__module__ == "torch":  # torch.bfloat16 is a name here
         value = str(value).removeprefix("torch.")
-    if isinstance(value, str) and value in DTYPES:
-        return DTYPES[value]
-    if isinstance(value, str) and value in KNOWN_DTYPES:
-        raise UnsupportedError(f"{name}={shown(value)} is not served: auto, bfloat16 and float32 are", name)
-    raise ConfigError(f"{name} must be auto, bfloat16 or float32, not {shown(value)}", name)
+    if isinstance(value, str) and value in served:
+        return served[value]
+    names = list(dict.fromkeys(served.values()))
+    if isinstance(value, str) and value in known:
+        raise UnsupportedError(f"{name}={shown(value)} is not served: {', '.join(names[:-1])} and {names[-1]} are", name)
+    raise ConfigError(f"{name} must be {', '.join(names[:-1])} or {names[-1]}, not {shown(value)}", name)
 
 
 def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
 from octavo.engine.console import LOGGER
 from octavo.engine.generation import Flight
-from octavo.engine.messages import Abort, Add, Batch, EngineStats, ToEngine
+from octavo.engine.messages import Abort, Add, Batch, EngineStats, ResetCache, ToEngine
 from octavo.engine.outputs import Answer
 from octavo.errors import InvalidRequest, WorkerDied
 from octavo.observe.events import Admitted, Preempted
@@ -48,6 +48,7 @@ class Switchboard:
         self.idle.set()
         self.progress = 0.0  # when the engine last showed life, or was given work after a pause
         self._send = send
+        self._resets: deque[asyncio.Future[None]] = deque()  # of the cache, asked for and not yet done, in their order
         self._numbers = itertools.count()  # of requests: an id in the engine is never used twice, so late news reach nobody else
 
     def name(self, given: Any) -> str:
@@ -87,6 +88,13 @@ class Switchboard:
             self.sequences[request.id] = flight, index
         self._tell("arrived", [request.id for request in requests], num_prompt, flight.params, now, requests[0].tenant)
 
+    def reset_cache(self) -> "asyncio.Future[None]":
+        """Let the engine forget all cached prefixes. The result comes when it has; WorkerDied when it never will."""
+        done = asyncio.get_running_loop().create_future()
+        self._resets.append(done)
+        self._send(ResetCache())
+        return done
+
     def deliver(self, batch: Batch) -> None:
         """Hand out one step's news."""
         now = self.progress = time.monotonic()
@@ -117,6 +125,9 @@ class Switchboard:
             flight.wake()
         if stopped:
             self._send(Abort(stopped))
+        for _ in range(batch.resets):
+            if not (done := self._resets.popleft()).done():  # whoever waited may be gone
+                done.set_result(None)
 
     def _on_event(self, event: Admitted | Preempted, flight: Flight, at: float) -> None:
         assert flight.answer is not None
@@ -141,6 +152,9 @@ class Switchboard:
         """The engine is gone: every reader gets the error, after what came before it."""
         for flight in list(self.flights.values()):
             self.fail(flight, WorkerDied(error.message), tell_engine=False)
+        while self._resets:
+            if not (done := self._resets.popleft()).done():
+                done.set_exception(WorkerDied(error.message))
 
     def fail(self, flight: Flight, error: Exception, *, tell_engine: bool = True) -> None:
         """One request ends with an error."""

@@ -198,6 +198,34 @@ class KvManager:
                 table.keys = None
         return self.pool.num_free - free
 
+    def hot(self, most: int) -> list[tuple[bytes, int]]:
+        """At most ``most`` keys that can be found, with their blocks: the most recently used first, none before its parent. All planned
+        steps must have run."""
+        index, found = self._index, dict[bytes, int]()
+        if index is None:
+            return []
+        for table in self._tables.values():
+            for key in (table.keys or [])[1 : table.sealed + 1]:
+                if (block := index.holder(key)) is None:
+                    break  # what follows in the sequence cannot be found either
+                found[key] = block
+        for block in reversed(self.pool.eviction_order()):  # of a sequence, the end goes first: so read backwards, parents come first
+            found.setdefault(index.key_of(block), block)
+        return list(found.items())[:most]
+
+    def adopt(self, keys: Sequence[bytes]) -> list[int]:
+        """Let what an earlier engine kept be found: ``keys`` in the order of ``hot``, the first of them, as many as blocks are free. Returns
+        their blocks, which must be filled before anything runs. To be called when nothing is cached."""
+        index = self._index
+        assert index is not None and not self.pool.num_cached
+        blocks = self.pool.take(min(len(keys), self.pool.num_free)) or []
+        for key, block in zip(keys, blocks):
+            new = index.put(key, block)
+            assert new, "a key is given twice"
+            self.pool.keep(block)
+        self.pool.give_back(blocks)  # the first is the last to be evicted
+        return blocks
+
     def release(self, request_id: str, sound: bool = True) -> int:
         """Give up a request's table. Returns how many blocks are in no table any more: sealed ones are cached now, those of
         others' keys too, unless it is not ``sound``: what it was to compute may be missing."""

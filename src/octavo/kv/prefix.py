@@ -69,6 +69,10 @@ class PrefixIndex:
         """The block under a key."""
         return self._blocks.get(key)
 
+    def key_of(self, block: int) -> bytes:
+        """The key of a block that has one."""
+        return self._keys[block]
+
     def all_keys(self) -> list[bytes]:
         """Every key that has a block."""
         return list(self._blocks)

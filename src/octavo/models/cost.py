@@ -8,7 +8,7 @@ from octavo.ops.table import Cost
 
 
 def step_cost(
-    spec: ModelSpec, spans: Sequence[tuple[int, int]], rows: int, *, weight_bytes: float = 2, act_bytes: int = 2, kv_bytes: int = 2
+    spec: ModelSpec, spans: Sequence[tuple[int, int]], rows: int, *, weight_bytes: float = 2, act_bytes: int = 2, kv_bytes: float = 2
 ) -> Cost:
     """Bytes and flops of one step.
 

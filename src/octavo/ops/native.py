@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.config import BLOCK_SIZE
+from octavo.config import BLOCK_SIZE, KV_BITS
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.ops.image import Image, rebuild, take
 from octavo.ops.recorder import Matrix, NativeProgram, Recorder, Vector, address_of, pad
@@ -38,7 +38,7 @@ def chosen_isa(isa: str | None = None) -> str:
 
 
 class NativeKvStore:
-    """Memory of the KV blocks: [block][layer][kv head][K, V], committed when first touched."""
+    """Memory of the KV blocks: [block][layer][kv head][K, V, scales], committed when first touched (native/kernels/kv.h)."""
 
     def __init__(self, memory: Any, kv_spec: Any, num_blocks: int) -> None:
         self.memory = memory
@@ -167,8 +167,8 @@ class NativeProvider:
         """Memory for the blocks. Raises: ConfigError for sizes that cannot be, UnsupportedError for other block sizes."""
         if kv_spec.block_size != BLOCK_SIZE:
             raise UnsupportedError(f"the native backend has KV blocks of {BLOCK_SIZE} tokens, not {kv_spec.block_size}", "block_size")
-        if kv_spec.dtype != self.dtype:
-            raise UnsupportedError(f"the KV cache has the compute dtype here: {self.dtype}, not {kv_spec.dtype}", "kv_cache_dtype")
+        if kv_spec.dtype not in KV_BITS or (kv_spec.dtype == "float32" and self.dtype != "float32"):
+            raise UnsupportedError(f"a KV cache of {kv_spec.dtype} is not served with the compute dtype {self.dtype}", "kv_cache_dtype")
         if num_blocks < 1:
             raise ConfigError(f"num_kv_blocks must be at least 1, not {num_blocks}", "num_kv_blocks")
         try:

@@ -24,6 +24,7 @@ _NAMES = ("embed", "norm", "linear", "rope table", "rope+store", "attention", "t
 _STORE, _RESIDUAL, _SILU_MUL = range(3)
 _ROWS = {"T": 0, "R": 1, "tile": 2}
 _F32, _FUSED = 1, 2
+_KV_TYPES = {"bfloat16": 0, "float32": 1, "fp8_e4m3": 2, "int8": 3, "int4": 4}
 _FORWARD, _SAMPLE_SEGMENT = 1, 2
 
 
@@ -110,6 +111,7 @@ class Recorder:
             self._length(name, self.step[name], self.capacity["R"])
         for name, array in self.slots.items():
             self._length(name, array, self.slots["block_table"].shape[0])
+        self._kv_type = _KV_TYPES[kv.spec.dtype]
         self._flag = _F32 if provider.dtype == "float32" else 0
         self._buffers: list[Buffer] = []
         self._forward: list[_Recorded] = []
@@ -183,7 +185,7 @@ class Recorder:
         self._emit(
             _ROPE_STORE,
             [qkv, self._rope_table(rope), out, address_of(self.step["kv_slots"])],
-            ["T", pad(qkv.cols), pad(out.cols), heads, groups, dim, self.kv.spec.head_pad, self._layer_offset(layer)],
+            ["T", pad(qkv.cols), pad(out.cols), heads, groups, dim, self.kv.spec.head_pad, self._layer_offset(layer), self._kv_type],
             out=out,
         )
         return out
@@ -197,7 +199,7 @@ class Recorder:
             raise ConfigError(f"a sliding window has at least 1 token, not {window}")
         out = self._buffer("act", "T", q.cols)
         offset, window = self._layer_offset(layer), min(window or 0, 2**31 - 1)
-        numbers = ["T", pad(q.cols), s.num_heads, s.num_kv_heads, s.head_dim, self.kv.spec.head_pad, offset, window]
+        numbers = ["T", pad(q.cols), s.num_heads, s.num_kv_heads, s.head_dim, self.kv.spec.head_pad, offset, window, self._kv_type]
         self._emit(_ATTENTION, [q, out], numbers, [float(np.float32(1) / np.sqrt(np.float32(s.head_dim)))], out=out)
         self._group = s.num_heads // s.num_kv_heads
         return out
@@ -354,7 +356,7 @@ class Recorder:
         return self._ropes[key]
 
     def _layer_offset(self, layer: int) -> int:
-        return layer * self.kv.spec.num_kv_heads * 2 * self.kv.spec.head_pad * BLOCK_SIZE
+        return layer * self.kv.spec.bytes_per_layer * BLOCK_SIZE  # bytes
 
     def _check_attention(self, layer: int) -> None:
         s, kv = self.spec, self.kv.spec

@@ -3,6 +3,13 @@
 Legend: T tokens of the step, S sequences, R sampled (or scored) rows, d hidden size, H query heads, G KV heads,
 D head size, F feed-forward size, V vocabulary. "act" is the compute dtype: bfloat16, or float32 in float32 mode.
 
+KV types. The cache holds K after RoPE, and V: in act or bfloat16, rounded; or quantized from their float32 values, by token and
+KV head, K and V apart. A value then is code · scale; m is the row's largest magnitude, and scales are rounded up:
+  fp8_e4m3  scale m/448 as a power of two; codes to nearest even, 448 at most
+  int8      scale m/127 as bfloat16; codes -127 … 127, to nearest even
+  int4      scale ±m/8 as bfloat16, so that the value of magnitude m is -8; codes -8 … 7
+A scale below 2^-60 is 0; a row with a NaN or an infinity has a scale of NaN. Every token reads what the cache holds, its own step's too.
+
 A provider (ops/native.py, ops/torch_ops.py) gives the model function an object that has these methods. Handles are
 opaque: a model never sees a row count, the step's metadata or a tensor. The native provider records the calls once
 into a program; the torch provider executes them at every step.
@@ -13,6 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Handle = Any
+
+# The version of the numeric contract (docs/decisions/0002). Raise it with every change by which a kernel gives other bits for the same
+# inputs: what is kept of computed numbers (K and V of the prefix cache) is told apart by it.
+NUMERIC_CONTRACT = 1
 
 
 class Ops(Protocol):
@@ -37,7 +48,7 @@ class Ops(Protocol):
         """
 
     def rope_store(self, qkv: Handle, layer: int, rope: Any) -> Handle:
-        """Rotate q and k (halves convention), round q, k and v to act, write k and v to the cache. → q [T, H·D] act.
+        """Rotate q and k (halves convention), write k and v to the cache in its type, round q to act. → q [T, H·D] act.
 
         qkv [T, (H + 2·G)·D] float32: the query heads, the key heads, the value heads. The angle is the float32 product
         position · inv_freq[i]; with its cosine c and sine s, (a, b) = (x[i], x[i + D/2]) becomes (a·c - b·s, b·c + a·s).
@@ -51,8 +62,9 @@ class Ops(Protocol):
         A query at position p sees keys at positions max(0, p - window + 1) … p. Scale 1/sqrt(D), applied to the scores.
         Query head h reads KV head h // (H/G). Softmax in partitions of 256 absolute positions, combined left to right: in
         one, m = max of the scores, P = exp(score - m) rounded to act, and both the sum of P and P·V (in float32) use the
-        rounded P. The quotient is rounded to act once, at the end. Masked positions are left out by selection: what the cache holds
-        beyond a sequence's kv_len, or before all its windows, has no influence, NaN neither.
+        rounded P (int8 and int4 caches: P is not rounded). The quotient is rounded to act once, at the end.
+        Masked positions are left out by selection: what the cache holds beyond a sequence's kv_len, or before all its windows,
+        has no influence, NaN neither.
 
         Source: Milakov & Gimelshein 2018 (online softmax).
         """
@@ -216,13 +228,13 @@ def linear_cost(rows: int, n: int, k: int, weight_bytes: float, act_bytes: int, 
     return Cost(n * k * weight_bytes + rows * k * act_bytes + out, 2 * rows * n * k)
 
 
-def rope_store_cost(rows: int, heads: int, kv_heads: int, head_dim: int, act_bytes: int, kv_bytes: int) -> Cost:
+def rope_store_cost(rows: int, heads: int, kv_heads: int, head_dim: int, act_bytes: int, kv_bytes: float) -> Cost:
     """Read q, k and v in float32, write q in act and k and v to the cache."""
     q, kv = rows * heads * head_dim, rows * kv_heads * head_dim
     return Cost((q + 2 * kv) * F32 + q * act_bytes + 2 * kv * kv_bytes, 3 * (q + kv))
 
 
-def attention_cost(rows: int, spans: Iterable[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, act_bytes: int, kv_bytes: int,
+def attention_cost(rows: int, spans: Iterable[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, act_bytes: int, kv_bytes: float,
                    window: int | None = None) -> Cost:
     """``spans``: per sequence, its rows in this step and its tokens in the cache after it. K and V are read once per sequence."""
     pairs = context = 0

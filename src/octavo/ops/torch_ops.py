@@ -3,8 +3,6 @@
 It says what each op means, in the plainest form: it is the oracle that native kernels are compared with, and the base
 of a GPU backend. Extras: test, cuda. Weights are kept in act; products are computed in float32, in which products of
 bfloat16 values are exact.
-
-KV store: [blocks, layers, 2 (K, V), block size, G, D]: K and V of a block lie together, so that a block can be moved whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,35 +12,11 @@ import numpy as np
 import torch
 
 from octavo.errors import ConfigError
+from octavo.ops.torch_kv import DTYPES, TorchKvStore
 from octavo.ops.torch_sampler import sample_tile
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 PARTITION = 256  # absolute positions whose softmax is one piece
 TILE = 64  # rows of the head at once
-
-
-class TorchKvStore:
-    """Blocks of K and V. Zeros from the system: memory is committed when first touched."""
-
-    def __init__(self, kv_spec: Any, num_blocks: int, device: torch.device) -> None:
-        shape = (num_blocks, kv_spec.num_layers, 2, kv_spec.block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
-        self.data = torch.zeros(shape, dtype=DTYPES[kv_spec.dtype], device=device)
-        self.num_blocks = num_blocks
-        self.block_size = kv_spec.block_size
-        self.block_bytes = self.data[:1].numel() * self.data.element_size()
-
-    def copy_block(self, source: int, target: int) -> None:
-        """K and V of all layers."""
-        self.data[target] = self.data[source]
-
-    def read_block(self, block: int) -> memoryview:
-        """The block's bytes in the host's memory."""
-        return memoryview(self.data[block].cpu().contiguous().view(torch.uint8).reshape(-1).numpy())
-
-    def write_block(self, block: int, data: memoryview) -> None:
-        """Fill a block."""
-        held = torch.from_numpy(np.array(data, np.uint8)).view(self.data.dtype)
-        self.data[block] = held.reshape(self.data[block].shape).to(self.data.device)
 
 
 class TorchProvider:
@@ -129,7 +103,7 @@ class _StepOps:
     def __init__(self, program: TorchProgram) -> None:
         provider, step, spec = program.provider, program.step, program.spec
         self.act, self.device, self.spec = provider.act, provider.device, spec
-        self.store, self.block_size = program.kv.data, program.kv.block_size
+        self.store, self.block_size = program.kv, program.kv.block_size
         t, s, r = (int(n) for n in step["header"][:3])
         self.tokens, self.positions, kv_slots = (self._index(step[name][:t]) for name in ("tokens", "positions", "kv_slots"))
         self.blocks, self.offsets = kv_slots // self.block_size, kv_slots % self.block_size
@@ -163,8 +137,8 @@ class _StepOps:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         q, k, v = qkv.view(len(qkv), -1, self.spec.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         cos, sin = self._angles(rope)
-        self.store[self.blocks, layer, 0, self.offsets] = _rotate(k, cos, sin).to(self.act).to(self.store.dtype)
-        self.store[self.blocks, layer, 1, self.offsets] = v.to(self.act).to(self.store.dtype)
+        for part, x in enumerate((_rotate(k, cos, sin), v)):
+            self.store.write(self.blocks, self.offsets, layer, part, x)
         return _rotate(q, cos, sin).to(self.act).flatten(1)
 
     def _angles(self, rope: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,10 +149,11 @@ class _StepOps:
 
     def attention(self, q: torch.Tensor, layer: int, window: int | None) -> torch.Tensor:
         out = torch.zeros_like(q)
+        act = torch.float32 if self.store.dtype in ("int8", "int4") else self.act  # of the probabilities
         for start, end, length, table in self.sequences:
-            k, v = (self.store[table, layer, i].flatten(0, 1)[:length].float() for i in (0, 1))
+            k, v = (self.store.read(table, length, layer, part) for part in (0, 1))
             queries = q[start:end].float().view(end - start, k.shape[1], -1, self.spec.head_dim)  # [t, G, H/G, D]
-            out[start:end] = _attend(queries, k, v, self.positions[start:end], window, self.act).flatten(1).to(self.act)
+            out[start:end] = _attend(queries, k, v, self.positions[start:end], window, act).flatten(1).to(self.act)
         return out
 
     def take_rows(self, x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Runner:
         self.slots = Slots(max_num_seqs, -(-max_model_len // block_size), vocab)
         self.batch = Batch(max_tokens=max_num_batched_tokens, max_seqs=max_num_seqs, max_logprobs=max_logprobs, vocab=vocab, block_size=block_size)
         self._kv = kv
-        self._tier = tier
+        self.tier = tier
         self._program: Program | None = bind(self.batch, self.slots)
 
     @property
@@ -67,8 +67,8 @@ class Runner:
 
     def seconds_per_move(self) -> float:
         """What moving a block out or in takes, tried with a few before the first step. Raises: OSError."""
-        assert self._kv is not None and self._tier is not None
-        blocks = range(min(PROBES, self._kv.num_blocks, self._tier.num_slots))
+        assert self._kv is not None and self.tier is not None
+        blocks = range(min(PROBES, self._kv.num_blocks, self.tier.num_slots))
         moves = [Move(kind, place, place) for place in blocks for kind in (OUT, IN)]
         self._move(moves)  # the first time commits memory
         seconds, _, why = self._move(moves)
@@ -79,7 +79,7 @@ class Runner:
     def shutdown(self) -> None:
         """Let go of the program, the weights behind it, the KV memory and the swap tier. May be called twice."""
         program, self._program, self._kv = self._program, None, None
-        tier, self._tier = self._tier, None
+        tier, self.tier = self.tier, None
         if tier is not None:
             tier.close()
         close: Any = getattr(program, "close", None)
@@ -91,7 +91,7 @@ class Runner:
 
         Raises: ValueError without the memory that they name.
         """
-        kv, tier = self._kv, self._tier
+        kv, tier = self._kv, self.tier
         if kv is None or (tier is None and any(move.kind != COPY for move in moves)):
             raise ValueError("the plan moves blocks, and this runner has no KV store, or no tier, to move them")
         seconds, failed, why = 0.0, [], ""

@@ -18,7 +18,7 @@ LOADS = {"prompts": (256, 4), "outputs": (16, 32)}
 
 def run(lab: Lab) -> Outcome:
     """A load of long prompts, and one of long outputs, each with the cache and without."""
-    count = 8 if lab.quick else 32
+    count = 8 if lab.quick else 16
 
     def serve(lengths: tuple[int, int], caching: bool) -> Callable[[Random], Run]:
         return lambda draw: lab.arm(prefix_caching=caching).run(jobs_of(lab, draw, [lengths] * count))

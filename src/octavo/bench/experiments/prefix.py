@@ -16,8 +16,8 @@ SHARES = (0.0, 0.3, 0.6, 0.9)
 
 
 def run(lab: Lab) -> Outcome:
-    """The ``prefix`` workload with the cache and without; then one sweep over the share."""
-    count, head, own, out = (8, 384, 32, 16) if lab.quick else (16, 768, 32, 64)
+    """The workload ``prefix`` with the cache and without; then one sweep over the share."""
+    count, head, own, out = (8, 384, 32, 16) if lab.quick else (32, 768, 32, 64)
 
     def workload(caching: bool) -> Any:
         def serve(draw: Random) -> Run:

@@ -36,11 +36,11 @@ def run(lab: Lab) -> Outcome:
         arm = lab.arm(max_num_seqs=batch, max_num_batched_tokens=chunk, num_kv_blocks=largest + 2 if pool == "tight" else None)
         if cache == "warm":
             arm.run([Job(0.0, job.prompt, 1) for job in jobs])
-        before = arm.core.counters.cache_hits, arm.core.counters.preemptions
-        for answer, record in zip(answers, arm.run(jobs).records, strict=True):
+        found = arm.run(jobs)
+        for answer, record in zip(answers, found.records, strict=True):
             answer.add(_bits(record))
-        hits += arm.core.counters.cache_hits > before[0]
-        preempted += arm.core.counters.preemptions > before[1]
+        hits += found.counters.cache_hits > 0
+        preempted += found.counters.preemptions > 0
         cells += 1
         lab.tell(f"cell {cells}: {batch} at once, chunks of {chunk}, cache {cache}, pool {pool}: {max(map(len, answers))} answers so far")
     most = max(map(len, answers))

@@ -1,0 +1,106 @@
+// Products of 16-bit whole numbers (queries, probabilities) with the 8- or 4-bit codes of the cache. Sums are exact in 32
+// bits, |code| ≤ 128 · 32767 · 512, so they have no order, and every instruction set gives the same.
+//
+// The cache holds a row of a panel as [16 columns][4 bytes]. Words of one row are taken apart into vectors of pairs: inner
+// indices 0 and 2, then 1 and 3. So the 16-bit operand is laid out as 0 2 1 3 in each four (`quads`).
+#pragma once
+
+typedef int16_t NS __attribute__((vector_size(OCTAVO_WIDTH * 4)));
+typedef int32_t NI __attribute__((vector_size(OCTAVO_WIDTH * 4)));
+
+// For each lane of 32 bits, the sum of the products of its two words.
+FN NI dot_pairs(NS a, NS b) {
+#if defined(__AVX512BW__)
+    return (NI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (NI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (NI)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    const NI x = (NI)a, y = (NI)b;
+    return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+FN NS nsplat_pair(int32_t pair) { return (NS)(pair - NI{}); }
+
+// Sixteen whole numbers of 16 bits as eight pairs, in the order of `quads`.
+FN void store_quads(int32_t *out, I n) {
+    typedef int32_t half __attribute__((vector_size(32)));
+    const half first = __builtin_shufflevector(n, n, 0, 1, 4, 5, 8, 9, 12, 13), second = __builtin_shufflevector(n, n, 2, 3, 6, 7, 10, 11, 14, 15);
+    store<half>(out, (first & 0xffff) | (second << 16));
+}
+
+// A row of a panel: `vectors` of pairs. Of Int4's four, those of K are all one column's (dims 0 … 3 and 4 … 7); of V, the
+// first two are the first panel's, the others the second's.
+template <class S> struct Codes;
+template <> struct Codes<Int8> {
+    static constexpr int vectors = 2;
+    FN void take(const char *row, int v, NS (&w)[2]) {
+        const NS x = load<NS>(row + v * OCTAVO_WIDTH * 4);
+        w[0] = (x << 8) >> 8, w[1] = x >> 8;
+    }
+};
+template <> struct Codes<Int4> {
+    static constexpr int vectors = 4;
+    FN void take(const char *row, int v, NS (&w)[4]) {
+        const NS x = load<NS>(row + v * OCTAVO_WIDTH * 4);
+        w[0] = (x << 12) >> 12, w[1] = (x << 4) >> 12, w[2] = (x << 8) >> 12, w[3] = x >> 12;
+    }
+};
+
+// Scores: out[row · ldo + 16·block] = q · K of NB blocks, as float32. q: [MR][ldq] pairs.
+template <class S, int MR, int NB>
+static __attribute__((noinline)) void dot_scores(const int32_t *q, int64_t ldq, const char *const *k, int64_t dp, float *out, int64_t ldo) {
+    constexpr int N = Codes<S>::vectors;
+    NI acc[NB][MR][NV] = {};
+    const int64_t rows = dp / (2 * N);
+    for (int64_t i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int b = 0; b < NB; b++)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                NS w[N];
+                Codes<S>::take(k[b] + i * LANES * 4, v, w);
+#pragma GCC unroll 8
+                for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+                    for (int n = 0; n < N; n++) acc[b][r][v] += dot_pairs(w[n], nsplat_pair(q[r * ldq + i * N + n]));
+            }
+    for (int b = 0; b < NB; b++)
+        for (int r = 0; r < MR; r++)
+            for (int v = 0; v < NV; v++) store<NF>(out + r * ldo + b * TOKENS + v * OCTAVO_WIDTH, __builtin_convertvector(acc[b][r][v], NF));
+}
+
+// Products over tokens: out[row · ldo + 16·panel] = (Σ p · V over n blocks) · factor[row], for NP panels, `offset` bytes behind
+// v[block]. p: [MR][ldp] pairs. Int4 takes two panels at a time.
+template <class S, int MR, int NP>
+static __attribute__((noinline)) void dot_mix(const int32_t *p, int64_t ldp, const char *const *v, int64_t offset, int n, const float *factor, float *out,
+                                              int64_t ldo) {
+    constexpr int N = Codes<S>::vectors, per = N / 2;
+    NI acc[NP][MR][NV] = {};
+    for (int j = 0; j < n; j++)
+#pragma GCC unroll 1
+        for (int i = 0; i < TOKENS / 4; i++)
+#pragma GCC unroll 4
+            for (int c = 0; c < NP; c += per)
+#pragma GCC unroll 4
+                for (int w = 0; w < NV; w++) {
+                    NS code[N];
+                    Codes<S>::take(v[j] + offset + (c / per * (TOKENS / 4) + i) * LANES * 4, w, code);
+#pragma GCC unroll 8
+                    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+                        for (int m = 0; m < N; m++)
+                            acc[c + m / 2][r][w] += dot_pairs(code[m], nsplat_pair(p[r * ldp + j * (TOKENS / 2) + i * 2 + m % 2]));
+                }
+    for (int c = 0; c < NP; c++)
+        for (int r = 0; r < MR; r++)
+            for (int w = 0; w < NV; w++)
+                store<NF>(out + r * ldo + c * LANES + w * OCTAVO_WIDTH, __builtin_convertvector(acc[c][r][w], NF) * nsplat(factor[r]));
+}
+
+// Calls f with the number of rows as a constant.
+template <int MR, class Call> FN void with_rows(int rows, Call &&f) {
+    if (rows == MR) return f.template operator()<MR>();
+    if constexpr (MR > 1) with_rows<MR - 1>(rows, f);
+}

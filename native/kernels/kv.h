@@ -1,0 +1,173 @@
+// How K and V lie in the cache, and how a token's are written there.
+//
+// A block: [layer][kv head] units, and a unit: K of 16 tokens, V of 16 tokens, and for quantized types the scales: 16 of K,
+// 16 of V, as bfloat16 bits. K is a panel whose columns are the tokens, V is Dp/16 panels whose columns are dims:
+//
+//   bf16   [inner/2][16][2]                f32, fp8   [inner][16]           (inner: dims of K, tokens of V)
+//   int8   [inner/4][16][4]
+//   int4   K [dims/8][16][4], two nibbles a byte: dims 8i + b and 8i + 4 + b; V [tokens/4][16][4] of two panels: dims c and
+//          c + 16. So a byte belongs to one token, and no two threads write to one.
+//
+// A quantized value is code · scale, the scale of its token, head, and K or V. Stale bytes are finite in every quantized
+// type, and stale scales meet a mask.
+#pragma once
+
+struct Fp8 {  // e4m3: no infinity, 448 at most
+    uint8_t bits;
+};
+struct Int8 {
+    int8_t code;
+};
+struct Int4 {  // two of them
+    uint8_t codes;
+};
+template <class S> struct Stored {
+    static constexpr int bits = 8 * sizeof(S);
+    static constexpr bool scaled = sizeof(S) == 1, integer = false;
+    static constexpr float unit = 1;  // what a decoded 1 stands for
+};
+template <> struct Stored<Fp8> {
+    static constexpr int bits = 8;
+    static constexpr bool scaled = true, integer = false;
+    static constexpr float unit = 256;  // decoded as float16, whose bias is 8 more
+};
+template <> struct Stored<Int8> {
+    static constexpr int bits = 8;
+    static constexpr bool scaled = true, integer = true;
+    static constexpr float unit = 1;
+};
+template <> struct Stored<Int4> {
+    static constexpr int bits = 4;
+    static constexpr bool scaled = true, integer = true;
+    static constexpr float unit = 1;
+};
+constexpr float LEAST_SCALE = 0x1p-60f;  // below it, a row counts as zeros, as in the rounding to act
+
+template <class S> constexpr int64_t kv_half(int64_t dp) { return dp * TOKENS * Stored<S>::bits / 8; }  // bytes of K, or of V
+template <class S> constexpr int64_t kv_unit(int64_t dp) { return 2 * kv_half<S>(dp) + (Stored<S>::scaled ? 2 * TOKENS * 2 : 0); }
+
+// To the nearest whole number, ties to even, |x| < 2^22.
+FN I nearest(F x) { return (I)f_to_bits(x + 12582912.0f) - 0x4b400000; }
+// A positive scale to bfloat16, upwards: then no code exceeds its range.
+FN float scale_up(float s) { return as_float((as_bits(s) + 0xffffu) & 0xffff0000u); }
+
+// The largest magnitude of d values (readable to a multiple of 16, zeros behind d); NaN where one is no finite number.
+FN float largest(const float *x, int64_t d) {
+    F most = {};
+    for (int64_t c = 0; c < d; c += LANES) {
+        const F mag = bits_to_f(f_to_bits(load<F>(x + c)) & 0x7fffffffu);
+        most = mag > most ? mag : (mag == mag ? most : splat(INF));
+    }
+    const float m = max_lanes(most);
+    return m < INF ? m : as_float(0x7fc00000u);
+}
+
+// Codes of one row: returns the scale, 0 (and codes of 0) for a row below LEAST_SCALE, NaN for one with no finite numbers.
+FN float encode(Int8, const float *x, int64_t dp, int8_t *codes) {
+    float s = scale_up(largest(x, dp) / 127.0f);
+    if (s < LEAST_SCALE) s = 0;
+    const float inv = s > 0 ? 1.0f / s : 0.0f;
+    for (int64_t c = 0; c < dp; c += LANES) {
+        const I n = nearest(load<F>(x + c) * inv);
+        for (int i = 0; i < LANES; i++) codes[c + i] = (int8_t)n[i];
+    }
+    return s;
+}
+FN float encode(Int4, const float *x, int64_t dp, int8_t *codes) {  // the value of largest magnitude is -8: the scale has a sign
+    const float mag = largest(x, dp);
+    F high = {}, low = {};
+    for (int64_t c = 0; c < dp; c += LANES) {
+        const F v = load<F>(x + c);
+        high = max_keep(high, v), low = v < low ? v : low;
+    }
+    float s = scale_up(mag / 8.0f);
+    if (s < LEAST_SCALE) s = 0;
+    if (s > 0 && max_lanes(high) >= max_lanes(-low)) s = -s;
+    const float inv = s > 0 || s < 0 ? 1.0f / s : 0.0f;
+    for (int64_t c = 0; c < dp; c += LANES) {
+        I n = nearest(load<F>(x + c) * inv);
+        n = n < isplat(7) ? n : isplat(7);
+        n = n > isplat(-8) ? n : isplat(-8);
+        for (int i = 0; i < LANES; i++) codes[c + i] = (int8_t)n[i];
+    }
+    return s;
+}
+FN float encode(Fp8, const float *x, int64_t dp, int8_t *codes) {  // scales are powers of two: nothing else is rounded
+    const float mag = largest(x, dp), ratio = mag / 448.0f;
+    float s = as_float((as_bits(ratio) + 0x7fffffu) & 0x7f800000u);
+    if (!(ratio >= LEAST_SCALE)) s = ratio == ratio ? 0.0f : ratio;
+    const float inv = s > 0 ? 1.0f / s : 0.0f;
+    for (int64_t c = 0; c < dp; c += LANES) {
+        const U u = f_to_bits(load<F>(x + c) * inv), m = u & 0x7fffffffu;
+        const I few = nearest(bits_to_f(m) * 512.0f);                           // subnormal: multiples of 2^-9; 8 is the least normal
+        I n = (I)((m + 0x7ffffu + ((m >> 20) & 1u)) >> 20) - (120 << 3);        // 3 bits of mantissa, the exponent's bias 7 for 127
+        n = (I)m < isplat(0x3c800000) ? few : n;                                // 2^-6
+        n = n < isplat(0x7e) ? n : isplat(0x7e);
+        n = n | (I)((u >> 24) & 0x80u);
+        for (int i = 0; i < LANES; i++) codes[c + i] = (int8_t)n[i];
+    }
+    return s;
+}
+
+// Writes a token's K and V (float32, Dp values with zeros behind D). `fresh`: the block's last token so far, and what lies
+// behind it a former owner left.
+template <class E, class S> FN void store_kv(char *unit, int64_t dp, int64_t token, const float *key, const float *value, bool fresh) {
+    if constexpr (!Stored<S>::scaled) {
+        S *k = (S *)unit, *v = k + dp * TOKENS;
+        S narrow[MAX_HEAD_DIM];
+        constexpr int pair = sizeof(S) == 2 ? 2 : 1;  // values of a column that lie together
+        const auto k_at = [&](int64_t d) { return (d / pair * LANES + token) * pair + d % pair; };
+        const auto v_at = [&](int64_t d, int64_t t) { return d / LANES * (TOKENS * LANES) + (t / pair * LANES + d % LANES) * pair + t % pair; };
+        store_row(narrow, key, dp);
+        for (int64_t c = 0; c < dp; c++) k[k_at(c)] = narrow[c];
+        store_row(narrow, value, dp);
+        for (int64_t c = 0; c < dp; c++) v[v_at(c, token)] = narrow[c];
+        if (fresh)  // it would meet probability 0, and 0 · NaN is NaN
+            for (int64_t c = 0; c < dp; c++)
+                for (int64_t rest = token + 1; rest < TOKENS; rest++) v[v_at(c, rest)] = 0;
+    } else {
+        int8_t codes[MAX_HEAD_DIM], *k = (int8_t *)unit, *v = k + kv_half<S>(dp);
+        bf16 *scales = (bf16 *)(unit + 2 * kv_half<S>(dp));
+        scales[token] = (bf16)(as_bits(encode(S(), key, dp, codes)) >> 16);
+        if constexpr (Stored<S>::bits == 4) {
+            for (int64_t c = 0; c < dp; c += 8)
+                for (int b = 0; b < 4; b++) k[(c / 8 * LANES + token) * 4 + b] = (int8_t)((codes[c + b] & 15) | codes[c + 4 + b] << 4);
+        } else {
+            constexpr int quad = Stored<S>::integer ? 4 : 1;
+            for (int64_t c = 0; c < dp; c++) k[(c / quad * LANES + token) * quad + c % quad] = codes[c];
+        }
+        scales[TOKENS + token] = (bf16)(as_bits(encode(S(), value, dp, codes)) >> 16);
+        const int64_t quad = Stored<S>::integer ? (token / 4 * LANES) * 4 + token % 4 : token * LANES, step = Stored<S>::integer ? 4 : 1;
+        if constexpr (Stored<S>::bits == 4) {
+            for (int64_t c = 0; c < dp; c += 2 * LANES)
+                for (int i = 0; i < LANES; i++)
+                    v[c / (2 * LANES) * (TOKENS * LANES) + quad + i * 4] = (int8_t)((codes[c + i] & 15) | codes[c + LANES + i] << 4);
+        } else {
+            for (int64_t c = 0; c < dp; c++) v[c / LANES * (TOKENS * LANES) + quad + c % LANES * step] = codes[c];
+        }
+    }
+}
+
+template <> struct Panel<Fp8> {
+    // Decoded as float16: the value / 256, subnormals included, whatever the mode.
+    FN NF decode(const Fp8 *b) {
+#if defined(__AVX512F__)
+        const __m256i w = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)b)), 7);
+        return (NF)_mm512_maskz_cvtph_ps((__mmask16)-1, _mm256_and_si256(w, _mm256_set1_epi16((short)0xbfff)));
+#elif defined(__AVX2__)
+        const __m128i w = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)b)), 7);
+        return (NF)_mm256_cvtph_ps(_mm_and_si128(w, _mm_set1_epi16((short)0xbfff)));
+#else
+        NU u;
+        for (int i = 0; i < OCTAVO_WIDTH; i++) u[i] = b[i].bits;
+        const NU mag = (u & 0x7fu) << 20;
+        const NF few = (NF)(mag + (113u << 23)) - nsplat(0x1p-14f);
+        const NU normal = mag + (112u << 23), is_few = (NU)(mag < (8u << 20));
+        return (NF)(((NU)few & is_few) | (normal & ~is_few) | (u & 0x80u) << 24);
+#endif
+    }
+    FN void pair(const Fp8 *b, int v, NF *even, NF *odd) {
+        *even = decode(b + v * OCTAVO_WIDTH);
+        *odd = decode(b + LANES + v * OCTAVO_WIDTH);
+    }
+};
