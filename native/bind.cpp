@@ -214,7 +214,8 @@ PyObject *pool_exp(PyObject *o, PyObject *args) {
 // What measurements are compared with (kernels/probe.h), on all threads at once.
 struct Probe {
     Pool *pool;
-    const char *data;  // null: products
+    const char *data;  // to read; null: products in registers
+    bool codes;        // of bytes
     int64_t amount;    // bytes, or rounds
     std::atomic<int64_t> operations{0};
     std::atomic<uint64_t> sink{0};
@@ -229,21 +230,22 @@ void probe_share(void *arg, int thread) {
         p.operations += each;
     } else {
         float registers[16] = {1};
-        p.operations += k->probe_products(p.amount, registers);
+        p.operations += (p.codes ? k->probe_codes : k->probe_products)(p.amount, registers);
     }
     k->leave();
 }
-// probe(address, bytes): reads memory; probe(0, rounds): products in registers. Returns (bytes or operations, seconds).
+// probe(address, bytes): reads memory; probe(0, rounds, codes=False): products in registers. Returns (bytes or operations, seconds).
 PyObject *pool_probe(PyObject *o, PyObject *args) {
     unsigned long long address;
     long long amount;
-    if (!PyArg_ParseTuple(args, "KL", &address, &amount)) return nullptr;
+    int codes = 0;
+    if (!PyArg_ParseTuple(args, "KL|p", &address, &amount, &codes)) return nullptr;
     if (amount < 0) {
         PyErr_SetString(PyExc_ValueError, "probe: the amount is negative");
         return nullptr;
     }
     Probe probe;
-    probe.pool = ((PoolObject *)o)->pool, probe.data = (const char *)address, probe.amount = amount;
+    probe.pool = ((PoolObject *)o)->pool, probe.data = (const char *)address, probe.codes = codes != 0, probe.amount = amount;
     try {
         probe.pool->revive();
     } catch (...) {
@@ -298,7 +300,7 @@ PyObject *pool_checksum(PyObject *o, PyObject *args) {
 PyMethodDef pool_methods[] = {{"pack", pool_pack, METH_VARARGS, "pack(dst, panels, k, kp, f32, interleave, parts): weights into panels."},
                               {"exp", pool_exp, METH_VARARGS, "exp(dst, src, n): the exponential of the kernels, for tests."},
                               {"checksum", pool_checksum, METH_VARARGS, "checksum(address, bytes): finds damage, at memory speed."},
-                              {"probe", pool_probe, METH_VARARGS, "probe(address, bytes) or probe(0, rounds): (bytes or operations, seconds)."},
+                              {"probe", pool_probe, METH_VARARGS, "probe(address, bytes) or probe(0, rounds, codes): (bytes or operations, seconds)."},
                               {nullptr, nullptr, 0, nullptr}};
 PyType_Slot pool_slots[] = {{Py_tp_new, (void *)pool_new},
                             {Py_tp_dealloc, (void *)pool_dealloc},

@@ -113,6 +113,7 @@ struct Kernels {
     uint64_t (*sum)(const uint32_t *q, int64_t n);
     void (*exp_test)(float *dst, const float *x, int64_t n);           // the polynomial itself, for tests
     int64_t (*probe_products)(int64_t rounds, float *sink);            // ceilings to measure against: kernels/probe.h
+    int64_t (*probe_codes)(int64_t rounds, float *sink);
     uint64_t (*probe_read)(const char *data, int64_t bytes);
     uint64_t (*checksum)(const char *data, int64_t bytes);             // kernels/checksum.h
 };

@@ -53,6 +53,7 @@ static constexpr Kernels make(const char *name) {
             row_sum,
             exp_test,
             probe_products,
+            probe_codes,
             probe_read,
             checksum};
 }

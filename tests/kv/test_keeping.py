@@ -65,9 +65,7 @@ def test_a_kept_cache_is_closed_under_parents_and_finds_the_same(steps: list[tup
         assert len(kv.hot(99)) == len(kv._index.all_keys())  # type: ignore[union-attr]
         assert kv.hot(number % 5) == kv.hot(99)[: number % 5]
     hot = [key for key, _ in kv.hot(99)]
-    before = [found(kv, text(kind, 40)).num_tokens for kind in range(16)]
-    while running:
-        kv.release(running.pop())  # a double may take the key of a block that was evicted: more is found then
+    before = [found(kv, text(kind, 40)).num_tokens for kind in range(16)]  # a table given up may yet give its own blocks a key
     later = KvManager(room, SIZE, prefix_caching=True)
     adopted = later.adopt(hot)
     later.check()

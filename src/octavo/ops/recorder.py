@@ -80,6 +80,7 @@ class OpInfo:
     rows: str  # T | R | tile: what it is done for
     weight_bytes: int = 0  # packed weights that it reads (embed: of a row)
     products: int = 0  # multiply-adds for a row
+    codes: bool = False  # they are of bytes: weights and activations are quantized
 
 
 @dataclass(slots=True)
