@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 BLOCK_SIZE = 16  # tokens in a KV block: the width of one kernel tile
+NO_BLOCK = -1  # in a block table: what a sliding window has left behind
 KV_BITS = {"bfloat16": 16, "float32": 32, "fp8_e4m3": 8, "int8": 8, "int4": 4}  # of one value in the KV cache, by its dtype
 KEPT_BYTES = 2**30  # of cached blocks, from one start to the next
 

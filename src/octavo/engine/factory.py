@@ -91,15 +91,15 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
         kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, cache_dtype(config), config.kv.block_size)
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
-        store = _make_store(final, provider, kv_spec)
-        runner = _make_runner(final, provider, model, kv_spec, store)
+        blocks = _make_blocks(final, provider, kv_spec)
+        runner = _make_runner(final, provider, model, kv_spec, blocks)
         block_seconds = _time_moves(final, runner)
-    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
+    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching, window=spec.reach)
     slots = _tier_slots(final, kv_spec)
     scheduler = Scheduler(final.scheduler, kv, tier=SwapTier(slots) if slots else None, block_seconds=block_seconds)
     core = EngineCore(scheduler, runner)
     core.observers.append(_warn_of_tier)
-    core.keeper = open_keeper(final, spec, checkpoint, kv, store, report)
+    core.keeper = open_keeper(final, spec, checkpoint, kv, blocks, report)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
@@ -266,7 +266,7 @@ def activation_bytes(spec: ModelSpec, config: Config) -> int:
     return rows * row + min(rows, HEAD_TILE) * spec.vocab * 4
 
 
-def _make_store(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
+def _make_blocks(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
     try:
         store: KvStore = provider.kv_store(kv_spec, _blocks(config))
     except MemoryError as error:
