@@ -10,7 +10,7 @@ from tests.cli.conftest import Octavo, octavo  # noqa: F401 - a fixture
 
 from octavo.bench import latency, throughput
 from octavo.bench.ceilings import Amount, Ceilings
-from octavo.bench.rig import Rig
+from octavo.bench.rig import Rig, busy
 from octavo.bench.steps import OpTime, Work, mean_profile
 from octavo.bench.tables import percentile, table
 from octavo.bench.workloads import WORKLOADS, batch, make, named
@@ -104,6 +104,10 @@ def test_mean_profile_of_steps_of_different_sizes() -> None:
 
     ops = mean_profile(Two([], None, 0), [(plan((0, 1, True)), [1.0]), (plan((0, 3, True)), [2.0])])
     assert ops == [OpTime("a", 1.5, Amount(2, 1))]
+
+
+def test_a_busy_machine_is_told() -> None:
+    assert busy(0.9, 2) == "" and "a load of 7.5 on 2 cores" in busy(7.5, 2)
 
 
 def test_percentiles_and_tables() -> None:
