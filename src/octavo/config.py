@@ -16,7 +16,7 @@ class ModelConfig:
     revision: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"  # auto | bfloat16 | float32
-    quantization: str | None = None
+    quantization: str | None = None  # of weights: int8 | int4 | int4_g128 | gguf; None: matrices in the compute dtype
     max_model_len: int | None = None  # tokens; None: what the model was made for
     generation_config: bool = True  # take the model's sampling defaults
     chat_template: str | None = None

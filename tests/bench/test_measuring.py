@@ -115,6 +115,16 @@ def test_percentiles_and_tables() -> None:
     assert table(("name", "n"), [("a", 10), ("bcdef", None)]) == "name    n\na      10\nbcdef   –\n"
 
 
+def test_quantized_layers_are_products_of_bytes(tiny: str) -> None:
+    with Rig(tiny, {"num_threads": 1, "quantization": "int8"}, LogReport(LOGGER)) as rig:
+        found = rig.work.of(plan((0, 2, True)))
+        s = rig.work.spec
+        layer = s.hidden * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim + s.num_heads * s.head_dim * s.hidden + 3 * s.hidden * s.ffn
+        assert found.codes == 2 * (2 * s.num_layers * layer + s.hidden * s.vocab)
+        assert found.operations == 4 * s.num_layers * s.num_heads * s.head_dim * 3, "attention stays one of numbers"
+        assert rig.run(make(batch(1, 8, 3), rig.llm.vocab_size, 1)).seconds > 0
+
+
 def test_results_have_every_sample(rig: Rig) -> None:
     text, found = throughput.run(rig, "single", 2, 0)
     single = found["results"]["single"]

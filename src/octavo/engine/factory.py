@@ -81,7 +81,9 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     """Make the half of an engine that computes. Raises: ConfigError, CheckpointError, UnsupportedError."""
     dtype, stored = compute_dtype(config), stored_types(checkpoint)
     cache_dtype(config), context_asked(config, spec)  # an impossible setting is told before the weights are read
-    with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
+    if config.model.quantization == "gguf" and checkpoint.layout != "gguf":
+        raise ConfigError('quantization="gguf" keeps the types of a GGUF file; this checkpoint is none: int8 and int4 work for it', "quantization")
+    with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {config.model.quantization or dtype}"):
         provider = make_provider(config, dtype)
         store = _weight_store(config, checkpoint, provider)
         model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"), store=store)
@@ -105,6 +107,8 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
         swap=slots * kv_spec.bytes_per_block if final.kv.kv_swap_path is None else 0,
     )
+    if hasattr(provider, "summary"):
+        report.note(f"weights {provider.summary()}")
     more = "; dtype=float32 keeps more of it" if dtype == "bfloat16" and stored[0] in ("F16", "F32") else ""
     report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
     for line in (*_summary(final, spec, kv_spec, provider), *_tier_line(final, slots, block_seconds), ledger.line()):
@@ -236,12 +240,12 @@ def make_provider(config: Config, dtype: str) -> Any:
             import torch
 
             torch.set_num_threads(config.runner.num_threads)
-        return TorchProvider(dtype)
+        return TorchProvider(dtype, quantization=config.model.quantization)
     try:
         from octavo.ops.native import NativeProvider
     except ImportError as error:
         raise UnsupportedError(f"the native library is not built ({error}): pip install . builds it", "backend") from error
-    return NativeProvider(dtype, num_threads=config.runner.num_threads)
+    return NativeProvider(dtype, num_threads=config.runner.num_threads, quantization=config.model.quantization)
 
 
 def _weight_store(config: Config, checkpoint: Checkpoint, provider: Any) -> PackedStore | None:
