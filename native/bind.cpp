@@ -137,42 +137,57 @@ struct Packing {
     Pool *pool;
     char *dst;
     std::vector<Source> parts;
-    int64_t k, kp, panels, rows;  // rows of a part when interleaved
+    int64_t k, kp, panels;
+    int32_t layout;
     bool interleave, f32;
+    std::atomic<bool> fits{true};
 };
 
 void pack_share(void *arg, int thread) {
-    const Packing &w = *(const Packing *)arg;
-    const int64_t threads = w.pool->threads(), element = w.f32 ? 4 : 2;
+    Packing &w = *(Packing *)arg;
+    const int64_t threads = w.pool->threads(), bytes = w.layout ? panel_bytes(LAYOUTS[w.layout], w.kp) : w.kp * 16 * (w.f32 ? 4 : 2);
     for (int64_t p = w.panels * thread / threads; p < w.panels * (thread + 1) / threads; p++) {
         const void *rows[16] = {};
-        int32_t is_f32[16] = {};
+        int32_t kinds[16] = {};
         for (int64_t i = 0; i < 16; i++) {
             size_t part = w.interleave ? (size_t)(p % 2) : 0;
             int64_t row = w.interleave ? p / 2 * 16 + i : p * 16 + i;
             while (!w.interleave && part < w.parts.size() && row >= w.parts[part].rows) row -= w.parts[part++].rows;
             if (part >= w.parts.size() || row >= w.parts[part].rows) continue;
-            is_f32[i] = w.parts[part].is_f32;
-            rows[i] = (const char *)w.parts[part].data + row * w.k * (is_f32[i] ? 4 : 2);
+            kinds[i] = w.parts[part].kind;
+            rows[i] = (const char *)w.parts[part].data + row * w.parts[part].row_bytes;
         }
-        w.pool->kernels()->pack_panel(w.dst + p * w.kp * 16 * element, rows, is_f32, w.k, w.kp, w.f32);
+        char *dst = w.dst + p * bytes;
+        if (!w.layout)
+            w.pool->kernels()->pack_panel(dst, rows, kinds, w.k, w.kp, w.f32);
+        else if (!w.pool->kernels()->pack_quant(dst, w.layout, rows, kinds, w.k, w.kp))
+            w.fits = false;
     }
 }
 
-// pack(dst, panels, k, kp, f32, interleave, parts): parts is a tuple of (address, rows, is_f32).
+// pack(dst, layout, panels, k, kp, f32, interleave, parts) → whether the numbers fit the layout. parts is a tuple of
+// (address, rows, bytes of a row, kind): kind as in Source.
 PyObject *pool_pack(PyObject *o, PyObject *args) {
     unsigned long long dst;
     long long panels, k, kp;
-    int f32, interleave;
+    int layout, f32, interleave;
     PyObject *parts;
-    if (!PyArg_ParseTuple(args, "KLLLppO!", &dst, &panels, &k, &kp, &f32, &interleave, &PyTuple_Type, &parts)) return nullptr;
-    Packing w{((PoolObject *)o)->pool, (char *)dst, {}, k, kp, panels, 0, interleave != 0, f32 != 0};
+    if (!PyArg_ParseTuple(args, "KiLLLppO!", &dst, &layout, &panels, &k, &kp, &f32, &interleave, &PyTuple_Type, &parts)) return nullptr;
+    if (layout < 0 || layout >= LAYOUT_COUNT) {
+        PyErr_Format(PyExc_ValueError, "no layout %d", layout);
+        return nullptr;
+    }
+    Packing w{((PoolObject *)o)->pool, (char *)dst, {}, k, kp, panels, layout, interleave != 0, f32 != 0};
     for (Py_ssize_t i = 0; i < PyTuple_Size(parts); i++) {
         unsigned long long address;
-        long long rows;
-        int wide;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(parts, i), "KLp", &address, &rows, &wide)) return nullptr;
-        w.parts.push_back({(const void *)address, rows, wide});
+        long long rows, row_bytes;
+        int kind;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(parts, i), "KLLi", &address, &rows, &row_bytes, &kind)) return nullptr;
+        if (kind == 2 && (LAYOUTS[layout].block == 0 || k % LAYOUTS[layout].block)) {
+            PyErr_Format(PyExc_ValueError, "rows of %lld are no blocks of %s", k, LAYOUTS[layout].name);
+            return nullptr;
+        }
+        w.parts.push_back({(const void *)address, rows, row_bytes, kind});
     }
     if (interleave && w.parts.size() != 2) {
         PyErr_SetString(PyExc_ValueError, "interleaving takes two parts");
@@ -186,7 +201,7 @@ PyObject *pool_pack(PyObject *o, PyObject *args) {
     PyThreadState *state = PyEval_SaveThread();
     w.pool->run(pack_share, &w);
     PyEval_RestoreThread(state);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(w.fits);
 }
 
 struct Vector {
@@ -214,7 +229,8 @@ PyObject *pool_exp(PyObject *o, PyObject *args) {
 // What measurements are compared with (kernels/probe.h), on all threads at once.
 struct Probe {
     Pool *pool;
-    const char *data;  // null: products
+    const char *data;  // to read; null: products in registers
+    bool codes;        // of bytes
     int64_t amount;    // bytes, or rounds
     std::atomic<int64_t> operations{0};
     std::atomic<uint64_t> sink{0};
@@ -229,21 +245,22 @@ void probe_share(void *arg, int thread) {
         p.operations += each;
     } else {
         float registers[16] = {1};
-        p.operations += k->probe_products(p.amount, registers);
+        p.operations += (p.codes ? k->probe_codes : k->probe_products)(p.amount, registers);
     }
     k->leave();
 }
-// probe(address, bytes): reads memory; probe(0, rounds): products in registers. Returns (bytes or operations, seconds).
+// probe(address, bytes): reads memory; probe(0, rounds, codes=False): products in registers. Returns (bytes or operations, seconds).
 PyObject *pool_probe(PyObject *o, PyObject *args) {
     unsigned long long address;
     long long amount;
-    if (!PyArg_ParseTuple(args, "KL", &address, &amount)) return nullptr;
+    int codes = 0;
+    if (!PyArg_ParseTuple(args, "KL|p", &address, &amount, &codes)) return nullptr;
     if (amount < 0) {
         PyErr_SetString(PyExc_ValueError, "probe: the amount is negative");
         return nullptr;
     }
     Probe probe;
-    probe.pool = ((PoolObject *)o)->pool, probe.data = (const char *)address, probe.amount = amount;
+    probe.pool = ((PoolObject *)o)->pool, probe.data = (const char *)address, probe.codes = codes != 0, probe.amount = amount;
     try {
         probe.pool->revive();
     } catch (...) {
@@ -295,10 +312,10 @@ PyObject *pool_checksum(PyObject *o, PyObject *args) {
     for (uint64_t each : c.found) sum = (sum ^ each) * 0x9e3779b97f4a7c15u;
     return PyLong_FromUnsignedLongLong(sum);
 }
-PyMethodDef pool_methods[] = {{"pack", pool_pack, METH_VARARGS, "pack(dst, panels, k, kp, f32, interleave, parts): weights into panels."},
+PyMethodDef pool_methods[] = {{"pack", pool_pack, METH_VARARGS, "pack(dst, layout, panels, k, kp, f32, interleave, parts): weights into panels."},
                               {"exp", pool_exp, METH_VARARGS, "exp(dst, src, n): the exponential of the kernels, for tests."},
                               {"checksum", pool_checksum, METH_VARARGS, "checksum(address, bytes): finds damage, at memory speed."},
-                              {"probe", pool_probe, METH_VARARGS, "probe(address, bytes) or probe(0, rounds): (bytes or operations, seconds)."},
+                              {"probe", pool_probe, METH_VARARGS, "probe(address, bytes) or probe(0, rounds, codes): (bytes or operations, seconds)."},
                               {nullptr, nullptr, 0, nullptr}};
 PyType_Slot pool_slots[] = {{Py_tp_new, (void *)pool_new},
                             {Py_tp_dealloc, (void *)pool_dealloc},
@@ -440,7 +457,32 @@ PyType_Spec program_spec = {"octavo._native.Program", sizeof(ProgramObject), 0, 
 PyObject *info(PyObject *, PyObject *) {
     return Py_BuildValue("{s:s,s:s,s:s}", "variant", best_kernels()->name, "available", available_variants().c_str(), "compiler", OCTAVO_COMPILER);
 }
+// layout_bytes(layout, kp): bytes of a panel, bytes of a row of quantized activations.
+PyObject *layout_bytes(PyObject *, PyObject *args) {
+    int layout;
+    long long kp;
+    if (!PyArg_ParseTuple(args, "iL", &layout, &kp)) return nullptr;
+    if (layout <= LAYOUT_ACT || layout >= LAYOUT_COUNT) {
+        PyErr_Format(PyExc_ValueError, "no quantized layout %d", layout);
+        return nullptr;
+    }
+    return Py_BuildValue("LL", (long long)panel_bytes(LAYOUTS[layout], kp), (long long)act_row_bytes(LAYOUTS[layout], kp));
+}
+PyObject *layouts(PyObject *, PyObject *) {
+    PyObject *names = PyTuple_New(LAYOUT_COUNT);
+    for (int i = 0; names && i < LAYOUT_COUNT; i++) {
+        const LayoutInfo &l = LAYOUTS[i];
+        PyObject *one = Py_BuildValue("siiiii", l.name, l.bits, l.zero, l.step, l.group, l.block);
+        if (!one || PyTuple_SetItem(names, i, one) < 0) {
+            Py_DECREF(names);
+            return nullptr;
+        }
+    }
+    return names;
+}
 PyMethodDef module_methods[] = {{"info", info, METH_NOARGS, "info(): the best variant, the available ones (best last), the compiler."},
+                                {"layouts", layouts, METH_NOARGS, "layouts(): (name, bits, zero, step, group, block) of each weight layout, by its number."},
+                                {"layout_bytes", layout_bytes, METH_VARARGS, "layout_bytes(layout, kp): bytes of a panel, and of a row of quantized activations."},
                                 {nullptr, nullptr, 0, nullptr}};
 
 int module_exec(PyObject *module) {

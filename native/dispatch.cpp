@@ -12,8 +12,10 @@
 namespace octavo {
 namespace {
 
+constexpr const char *VARIANTS[] = {"generic", "avx2", "avx512", "avx512_vnni", "amx"};
+
 struct Features {
-    bool avx2 = false, avx512 = false, amx = false;
+    bool avx2 = false, avx512 = false, vnni = false, amx = false;
 };
 
 #ifdef OCTAVO_X86
@@ -36,8 +38,9 @@ Features detect() {
     f.avx2 = (state & 0x6) == 0x6 && (b & bit_AVX2) && fma && f16c;
     const uint32_t need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ | bit_AVX512CD;
     f.avx512 = f.avx2 && (state & 0xe6) == 0xe6 && (b & need) == need;
-    const uint32_t amx_bf16 = 1u << 22, amx_tile = 1u << 24;
-    f.amx = f.avx512 && (state & 0x60000) == 0x60000 && (d & amx_bf16) && (d & amx_tile) && matrix_permission();
+    f.vnni = f.avx512 && (c & bit_AVX512VNNI);
+    const uint32_t need_amx = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
+    f.amx = f.vnni && (state & 0x60000) == 0x60000 && (d & need_amx) == need_amx && matrix_permission();
     return f;
 }
 #else
@@ -58,20 +61,22 @@ const Kernels *find_kernels(const char *name) {
     if (!strcmp(name, "generic")) return kernels_generic();
     if (!strcmp(name, "avx2") && f.avx2) return kernels_avx2();
     if (!strcmp(name, "avx512") && f.avx512) return kernels_avx512();
+    if (!strcmp(name, "avx512_vnni") && f.vnni) return kernels_avx512_vnni();
     if (!strcmp(name, "amx") && f.amx) return kernels_amx();
+    if (!strcmp(name, "amx_emulated")) return kernels_amx_emulated();
     return nullptr;
 }
 
 std::string available_variants() {
     std::string names;
-    for (const char *name : {"generic", "avx2", "avx512", "amx"})
+    for (const char *name : VARIANTS)
         if (find_kernels(name)) names += std::string(names.empty() ? "" : ",") + name;
     return names;
 }
 
 const Kernels *best_kernels() {
     const Kernels *best = nullptr;
-    for (const char *name : {"generic", "avx2", "avx512", "amx"})
+    for (const char *name : VARIANTS)
         if (const Kernels *k = find_kernels(name)) best = k;
     return best;
 }

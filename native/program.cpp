@@ -17,7 +17,7 @@ size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
     size_t most = 0;
     for (const Op &op : ops) {
         size_t bytes = 0;
-        if (op.code == OP_LINEAR) bytes = (size_t)op.n[1] * EXPAND_ROWS * 4;
+        if (op.code == OP_LINEAR || op.code == OP_QUANTIZE) bytes = (size_t)op.n[1] * EXPAND_ROWS * 4;  // enough for FUSED_ROWS quantized rows
         if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6 + 8) + PARTITION * 8;
         if (op.code == OP_SAMPLE) bytes = sample_scratch(vocab);
         most = bytes > most ? bytes : most;
@@ -25,6 +25,10 @@ size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
     return most;
 }
 
+bool known_layout(const Op &op) {
+    const int32_t layout = op.code == OP_EMBED ? op.n[3] : op.code == OP_LINEAR || op.code == OP_QUANTIZE ? op.n[6] : 0;
+    return layout >= 0 && layout < LAYOUT_COUNT;
+}
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::string at(const char *what, int64_t index, int64_t value, int64_t limit) {
@@ -46,7 +50,8 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
     memcpy(&run_.slots, slots, sizeof run_.slots);
     for (const auto &ops : segments_)
         for (const Op &op : ops)
-            if (op.code < 0 || op.code >= OP_COUNT || op.n[0] < ROWS_T || op.n[0] > ROWS_TILE) throw std::invalid_argument("a recorded op has an unknown code");
+            if (op.code < 0 || op.code >= OP_COUNT || op.n[0] < ROWS_T || op.n[0] > ROWS_TILE || !known_layout(op))
+                throw std::invalid_argument("a recorded op has an unknown code or layout");
     run_.k = pool->kernels();
     run_.threads = pool->threads();
     run_.cap_t = (int32_t)b.cap_t, run_.cap_s = (int32_t)b.cap_s, run_.cap_r = (int32_t)b.cap_r;
@@ -216,7 +221,7 @@ void Program::forward(int thread) {
         const Op &op = ops[i];
         const int32_t n = rows(op);
         if (n == 0) continue;
-        if (op.code == OP_NORM && (op.flags & FLAG_FUSED) && n <= FUSED_ROWS) continue;
+        if (op.code != OP_LINEAR && (op.flags & FLAG_FUSED) && n <= FUSED_ROWS) continue;
         run_.k->op[op.code](op, run_, {thread, 0, n, &counters_[i].value});
         barrier.wait();
         mark(thread, i);
@@ -231,7 +236,10 @@ void Program::sample(int thread) {
         const int32_t n = run_.R - row0 < SAMPLE_ROWS ? run_.R - row0 : SAMPLE_ROWS;
         for (size_t i = 0; i < segments_[1].size(); i++) {
             Op op = segments_[1][i];
-            if (op.code == OP_LINEAR) op.p[0] += (uint64_t)row0 * (uint64_t)op.n[1] * (op.flags & FLAG_F32 ? 4 : 2);
+            if (op.code == OP_LINEAR) {
+                op.p[0] += (uint64_t)row0 * (uint64_t)op.n[1] * (op.flags & FLAG_F32 ? 4 : 2);
+                if (op.n[6]) op.p[7] += (uint64_t)row0 * (uint64_t)act_row_bytes(LAYOUTS[op.n[6]], op.n[1]);
+            }
             // The logits' buffer holds one tile, so the head's rows count from its start; the sampler's are the step's.
             run_.k->op[op.code](op, run_, {thread, op.code == OP_LINEAR ? 0 : row0, n, &counters_[counter++].value});
             barrier.wait();

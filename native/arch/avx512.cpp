@@ -6,19 +6,7 @@
 namespace octavo {
 namespace avx512 {
 namespace {
-#include "../kernels/vec.h"
-#include "../kernels/product.h"
-#include "../kernels/rows.h"
-#include "../kernels/linear.h"
-#include "../kernels/kv.h"
-#include "../kernels/rope.h"
-#include "../kernels/dot16.h"
-#include "../kernels/attention.h"
-#include "../kernels/pack.h"
-#include "../kernels/sampling.h"
-#include "../kernels/checksum.h"
-#include "../kernels/probe.h"
-#include "../kernels/table.h"
+#include "../kernels/all.h"
 constexpr Kernels table = make("avx512");
 }  // namespace
 }  // namespace avx512

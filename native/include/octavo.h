@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "layouts.h"
+
 namespace octavo {
 
 constexpr int LANES = 16;           // columns of a panel; virtual lanes of every reduction
@@ -17,15 +19,17 @@ constexpr int PARTITION = 256;      // tokens of a softmax partition
 constexpr int QROWS = 16;           // query rows of an attention task
 constexpr int FUSED_ROWS = 8;       // up to so many rows, a linear op norms its own input in every thread
 constexpr int SAMPLE_ROWS = 64;     // rows of a tile of the sample segment
+constexpr int FEW_ROWS = 64;        // up to so many rows, a linear op with quantized weights runs at memory speed
 constexpr int EXPAND_ROWS = 64;     // rows whose bf16 input is widened to f32 at a time
 constexpr int MAX_HEAD_DIM = 512;
 
-enum OpCode : int32_t { OP_EMBED, OP_NORM, OP_LINEAR, OP_ROPE_TABLE, OP_ROPE_STORE, OP_ATTENTION, OP_TAKE_ROWS, OP_SAMPLE, OP_COUNT };
+enum OpCode : int32_t { OP_EMBED, OP_NORM, OP_LINEAR, OP_ROPE_TABLE, OP_ROPE_STORE, OP_ATTENTION, OP_TAKE_ROWS, OP_SAMPLE, OP_QUANTIZE, OP_COUNT };
 enum Epilogue : int32_t { EPI_STORE, EPI_RESIDUAL, EPI_SILU_MUL };
 enum RowKind : int32_t { ROWS_T, ROWS_R, ROWS_TILE };
 enum KvType : int32_t { KV_BF16, KV_F32, KV_FP8, KV_INT8, KV_INT4, KV_COUNT };
 constexpr int32_t FLAG_F32 = 1;    // act is float32
-constexpr int32_t FLAG_FUSED = 2;  // norm: skip when rows <= FUSED_ROWS, the linear op behind it does it; linear: do it
+constexpr int32_t FLAG_FUSED = 2;  // norm, quantize: skip when rows <= FUSED_ROWS, the linear op behind it does it; linear: do it
+constexpr int32_t FLAG_NORM = 4;   // quantize, and linear with quantized weights: the rows are normed first
 
 // One recorded op. ops/native.py packs it as "<2i10Q12i4f"; what each field means stands at the kernel.
 struct Op {
@@ -90,10 +94,10 @@ struct Part {
 
 using OpFn = void (*)(const Op &, const Run &, const Part &);
 
-struct Source {  // rows of a weight matrix as they come: float32, or the bits of bfloat16
+struct Source {  // rows of a weight matrix as they come
     const void *data;
-    int64_t rows;
-    int32_t is_f32;
+    int64_t rows, row_bytes;
+    int32_t kind;  // 0: the bits of bfloat16, 1: float32, 2: blocks of GGUF's type with the layout's name
 };
 
 struct Kernels {
@@ -103,6 +107,8 @@ struct Kernels {
     OpFn op[OP_COUNT];
     // One panel, 16 rows of the matrix: rows[i] null is a row of zeros.
     void (*pack_panel)(void *dst, const void *const rows[16], const int32_t is_f32[16], int64_t k, int64_t kp, int32_t f32);
+    // The same in another layout; kinds as in Source. Returns 0 if a number does not fit it.
+    int (*pack_quant)(void *dst, int32_t layout, const void *const rows[16], const int32_t kinds[16], int64_t k, int64_t kp);
     // Parts of the sampler; n is a multiple of 16, the tail filled by the caller with -inf (or 0).
     float (*max)(const float *x, int64_t n);                           // NaN never wins; -inf if there is nothing else
     float (*sum_exp)(const float *x, int64_t n, float max);            // sum of exp(x - max), partitions of 4096
@@ -113,6 +119,7 @@ struct Kernels {
     uint64_t (*sum)(const uint32_t *q, int64_t n);
     void (*exp_test)(float *dst, const float *x, int64_t n);           // the polynomial itself, for tests
     int64_t (*probe_products)(int64_t rounds, float *sink);            // ceilings to measure against: kernels/probe.h
+    int64_t (*probe_codes)(int64_t rounds, float *sink);
     uint64_t (*probe_read)(const char *data, int64_t bytes);
     uint64_t (*checksum)(const char *data, int64_t bytes);             // kernels/checksum.h
 };
@@ -121,7 +128,9 @@ struct Kernels {
 const Kernels *kernels_generic();
 const Kernels *kernels_avx2();
 const Kernels *kernels_avx512();
+const Kernels *kernels_avx512_vnni();
 const Kernels *kernels_amx();
+const Kernels *kernels_amx_emulated();  // for tests; never chosen
 
 void op_sample(const Op &, const Run &, const Part &);  // sampler.cpp
 size_t sample_scratch(int64_t vocab);

@@ -35,6 +35,53 @@ static int64_t probe_products(int64_t rounds, float *sink) {
 #endif
 }
 
+// One step of products of bytes in a register: four in each lane of 32 bits.
+#if defined(__AVX512VNNI__)
+FN NU probe_bytes(NU acc, NU a, NU b) { return (NU)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
+constexpr int PROBE_BYTES = 4;
+#elif defined(__AVX512BW__)  // without VNNI, in pairs of 16 bits
+FN NU probe_bytes(NU acc, NU a, NU b) { return acc + (NU)_mm512_madd_epi16((__m512i)(a ^ acc), (__m512i)b); }
+constexpr int PROBE_BYTES = 2;
+#elif defined(__AVX2__)
+FN NU probe_bytes(NU acc, NU a, NU b) { return acc + (NU)_mm256_madd_epi16((__m256i)(a ^ acc), (__m256i)b); }
+constexpr int PROBE_BYTES = 2;
+#else
+FN NU probe_bytes(NU acc, NU a, NU b) { return acc + (a ^ acc) * b; }
+constexpr int PROBE_BYTES = 1;
+#endif
+
+// As probe_products, for the whole-number products of quantized weights.
+static int64_t probe_codes(int64_t rounds, float *sink) {
+#if defined(OCTAVO_AMX) && defined(TILE_DOT_BYTES)
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    TILE_ZERO(4);
+    TILE_ZERO(5);
+    TILE_ZERO(6);
+    TILE_ZERO(7);
+    for (int64_t i = 0; i < rounds; i++) {
+        TILE_DOT_BYTES(0, 4, 6);
+        TILE_DOT_BYTES(1, 4, 7);
+        TILE_DOT_BYTES(2, 5, 6);
+        TILE_DOT_BYTES(3, 5, 7);
+    }
+    sink[0] += 1;
+    return rounds * 4 * 16 * 16 * 64 * 2;
+#else
+    constexpr int CHAINS = 12;
+    const NU a = (NU)nsplat(sink[0]), b = (NU)nsplat(sink[1] + 1);
+    NU c[CHAINS];
+    for (int j = 0; j < CHAINS; j++) c[j] = (NU)nsplat(sink[j]);
+    for (int64_t i = 0; i < rounds; i++)
+#pragma GCC unroll 12
+        for (int j = 0; j < CHAINS; j++) c[j] = probe_bytes(c[j], a, b);
+    for (int j = 0; j < CHAINS; j++) sink[j] += (float)c[j][0];
+    return rounds * CHAINS * OCTAVO_WIDTH * PROBE_BYTES * 2;
+#endif
+}
+
 // Reads every byte once, in four streams with prefetch, as a kernel walks four panels. Returns a value that depends on all.
 static uint64_t probe_read(const char *data, int64_t bytes) {
     constexpr int STREAMS = 4, LINE = 64, AHEAD = 2048;

@@ -2,13 +2,22 @@
 #pragma once
 
 static void embed_any(const Op &op, const Run &run, const Part &part) {
+    if (op.n[3]) return embed_quant(op, run, part, run.threads);
     op.flags &FLAG_F32 ? embed<float>(op, run, part, run.threads) : embed<bf16>(op, run, part, run.threads);
 }
 static void norm_any(const Op &op, const Run &run, const Part &part) {
     if ((op.flags & FLAG_FUSED) && part.rows <= FUSED_ROWS) return;
     op.flags &FLAG_F32 ? norm<float>(op, run, part, run.threads) : norm<bf16>(op, run, part, run.threads);
 }
-static void linear_any(const Op &op, const Run &run, const Part &part) { op.flags &FLAG_F32 ? linear<float>(op, run, part) : linear<bf16>(op, run, part); }
+static void linear_any(const Op &op, const Run &run, const Part &part) {
+    if (op.n[6])
+        op.flags &FLAG_F32 ? linear_quant<float>(op, run, part) : linear_quant<bf16>(op, run, part);
+    else
+        op.flags &FLAG_F32 ? linear<float>(op, run, part) : linear<bf16>(op, run, part);
+}
+static void quantize_any(const Op &op, const Run &run, const Part &part) {
+    op.flags &FLAG_F32 ? quantize<float>(op, run, part) : quantize<bf16>(op, run, part);
+}
 // The KV type stands in the op; float32 act takes any, bfloat16 act any but float32 (op[…] is never called with that).
 template <class E, class Call> FN void with_kv_type(int32_t type, Call &&f) {
     if (type == KV_FP8) return f(Fp8());
@@ -42,8 +51,9 @@ static constexpr Kernels make(const char *name) {
     return {name,
             enter,
             leave,
-            {embed_any, norm_any, linear_any, rope_table, rope_store_any, attention_any, take_rows, op_sample},
+            {embed_any, norm_any, linear_any, rope_table, rope_store_any, attention_any, take_rows, op_sample, quantize_any},
             pack_panel,
+            pack_quant,
             row_max,
             row_sum_exp,
             row_count_above,
@@ -53,6 +63,7 @@ static constexpr Kernels make(const char *name) {
             row_sum,
             exp_test,
             probe_products,
+            probe_codes,
             probe_read,
             checksum};
 }

@@ -11,12 +11,52 @@ struct __attribute__((aligned(64))) TileConfig {
     uint16_t bytes[16];  // of a row
     uint8_t rows[16];
 };
+#ifdef OCTAVO_TILES_EMULATED  // for tests on machines without matrix units: what the instructions compute, in plain code
+static thread_local struct {
+    TileConfig shape;
+    uint8_t data[8][16][64];
+} tiles;
+static void tile_config(const TileConfig *c) { __builtin_memset(&tiles, 0, sizeof tiles), tiles.shape = *c; }
+static void tile_release() {}
+static void tile_load(int t, const void *p, int64_t bytes) {
+    __builtin_memset(tiles.data[t], 0, sizeof tiles.data[t]);
+    for (int r = 0; r < tiles.shape.rows[t]; r++) __builtin_memcpy(tiles.data[t][r], (const char *)p + r * bytes, tiles.shape.bytes[t]);
+}
+static void tile_store(int t, void *p, int64_t bytes) {
+    for (int r = 0; r < tiles.shape.rows[t]; r++) __builtin_memcpy((char *)p + r * bytes, tiles.data[t][r], tiles.shape.bytes[t]);
+}
+static void tile_dot(int c, int a, int b) {
+    for (int m = 0; m < tiles.shape.rows[c]; m++)
+        for (int n = 0; n < tiles.shape.bytes[c] / 4; n++) {
+            float *out = (float *)tiles.data[c][m] + n, even = 0, odd = 0;
+            for (int k = 0; k < tiles.shape.bytes[a] / 4; k++) {
+                const bf16 *x = (const bf16 *)tiles.data[a][m] + 2 * k, *y = (const bf16 *)tiles.data[b][k] + 2 * n;
+                even = even + get_act(x[0]) * get_act(y[0]);
+                odd = odd + get_act(x[1]) * get_act(y[1]);
+            }
+            *out = *out + (even + odd);
+        }
+}
+static void tile_dot_bytes(int c, int a, int b) {
+    for (int m = 0; m < tiles.shape.rows[c]; m++)
+        for (int n = 0; n < tiles.shape.bytes[c] / 4; n++)
+            for (int k = 0; k < tiles.shape.bytes[a]; k++)
+                ((int32_t *)tiles.data[c][m])[n] += (int8_t)tiles.data[a][m][k] * tiles.data[b][k / 4][n * 4 + k % 4];
+}
+#define TILE_ZERO(t) __builtin_memset(tiles.data[t], 0, sizeof tiles.data[t])
+#define TILE_LOAD(t, p, bytes) tile_load(t, p, bytes)
+#define TILE_STORE(t, p, bytes) tile_store(t, p, bytes)
+#define TILE_DOT(c, a, b) tile_dot(c, a, b)
+#define TILE_DOT_BYTES(c, a, b) tile_dot_bytes(c, a, b)
+#else
 FN void tile_config(const TileConfig *c) { asm volatile("ldtilecfg %0" ::"m"(*c) : "memory"); }
 FN void tile_release() { asm volatile("tilerelease" ::: "memory"); }
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::: "memory")
 #define TILE_LOAD(t, p, bytes) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(p)), "r"((int64_t)(bytes)) : "memory")
 #define TILE_STORE(t, p, bytes) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(p)), "r"((int64_t)(bytes)) : "memory")
 #define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
+#define TILE_DOT_BYTES(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")  // a: s8, b: u8
+#endif
 
 // For linear: 0-3 accumulators, 4-5 rows of a, 6-7 panels, all of 16 rows × 64 bytes.
 // For attention: 0-3 accumulators, 4 rows of a (32 products), 5 rows of a (16 products), 6 panel of 32, 7 panel of 16.

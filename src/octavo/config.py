@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 BLOCK_SIZE = 16  # tokens in a KV block: the width of one kernel tile
+NO_BLOCK = -1  # in a block table: what a sliding window has left behind
 KV_BITS = {"bfloat16": 16, "float32": 32, "fp8_e4m3": 8, "int8": 8, "int4": 4}  # of one value in the KV cache, by its dtype
 KEPT_BYTES = 2**30  # of cached blocks, from one start to the next
 
@@ -15,7 +16,7 @@ class ModelConfig:
     revision: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"  # auto | bfloat16 | float32
-    quantization: str | None = None
+    quantization: str | None = None  # of weights: int8 | int4 | int4_g128 | gguf; None: matrices in the compute dtype
     max_model_len: int | None = None  # tokens; None: what the model was made for
     generation_config: bool = True  # take the model's sampling defaults
     chat_template: str | None = None

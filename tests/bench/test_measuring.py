@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.checkpoints import make_tiny
 from tests.cli.conftest import Octavo, octavo  # noqa: F401 - a fixture
 
 from octavo.bench import latency, throughput
-from octavo.bench.ceilings import Ceilings
+from octavo.bench.ceilings import Amount, Ceilings
 from octavo.bench.rig import Rig
 from octavo.bench.steps import OpTime, Work, mean_profile
 from octavo.bench.tables import percentile, table
@@ -17,6 +18,7 @@ from octavo.core.step import PlanItem, StepPlan
 from octavo.engine.console import LOGGER
 from octavo.engine.report import LogReport
 from octavo.errors import ConfigError
+from octavo.ops.recorder import OpInfo
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +66,11 @@ def test_the_work_of_a_step_counts_weights_once_and_every_product(rig: Rig) -> N
     kv_token = 2 * spec.num_layers * spec.num_kv_heads * 32 * act  # a head of 16 takes 32 in the cache
     for items, heads in (([(0, 100, True)], 1), ([(99, 1, True), (7, 1, True)], 2), ([(16, 30, False)], 0)):
         tokens = sum(count for _, count, _ in items)
-        nbytes, operations = rig.work.of(plan(*items))
+        nbytes, operations, codes = rig.work.of(plan(*items))
         context = sum(start + count for start, count, _ in items)
         pairs = sum(start + i + 1 for start, count, _ in items for i in range(count))
         assert nbytes == act * (spec.num_layers * layer + (d * v if heads else 0) + tokens * d) + context * kv_token
-        assert operations == 2 * (tokens * spec.num_layers * layer + heads * d * v) + 4 * spec.num_layers * o * pairs
+        assert operations == 2 * (tokens * spec.num_layers * layer + heads * d * v) + 4 * spec.num_layers * o * pairs and codes == 0
     many = StepPlan(0, [PlanItem(0, 0, 0, [0] * 100, True, score_from=0, score_to=99)])
     assert rig.work.of(many)[0] - rig.work.of(plan((0, 100, True)))[0] == act * d * v  # two tiles of rows: the head's matrix twice
 
@@ -82,24 +84,26 @@ def test_steps_add_up_to_the_load(rig: Rig) -> None:
     assert 0 < run.first_token < run.seconds and sum(step.native for step in run.steps) < run.seconds
     ops = mean_profile(rig.work, run.profiled)
     assert sum(op.seconds for op in ops) <= sum(native for _, native in run.decode) / 7
-    nbytes, operations = (sum(getattr(op, name) for op in ops) for name in ("nbytes", "operations"))
-    want = [rig.work.of(plan) for plan, _ in run.profiled]
-    assert nbytes == pytest.approx(sum(w[0] for w in want) / 7) and operations == pytest.approx(sum(w[1] for w in want) / 7)
+    want = sum((rig.work.of(plan) for plan, _ in run.profiled), Amount()).divided(7)
+    assert sum((op.work for op in ops), Amount()) == pytest.approx(want)
     assert rig.llm.engine.core.executor is not run and rig.run(load).profiled == [], "measured only when asked"
 
 
 def test_a_floor_is_the_worse_of_two() -> None:
-    ceilings = Ceilings(10.0, 100.0)
-    assert ceilings.floor(20, 100) == 2 and ceilings.floor(20, 500) == 5
+    ceilings = Ceilings(10.0, 100.0, 400.0)
+    assert ceilings.floor(Amount(20, 100, 0)) == 2 and ceilings.floor(Amount(20, 500, 0)) == 5 and ceilings.floor(Amount(20, 500, 800)) == 7
+    ops = [OpInfo("linear", "T", 10, 30), OpInfo("linear", "T", 10, 30, codes=True)]
+    work = Work(ops, SimpleNamespace(windows=(), num_layers=1), 0)
+    assert work.of(plan((0, 3, True))) == Amount(20, 180, 180)
 
 
 def test_mean_profile_of_steps_of_different_sizes() -> None:
     class Two(Work):
         def by_name(self, plan: StepPlan, seconds: list[float]) -> list[OpTime]:
-            return [OpTime("a", seconds[0], plan.num_tokens, 1)]
+            return [OpTime("a", seconds[0], Amount(plan.num_tokens, 1))]
 
     ops = mean_profile(Two([], None, 0), [(plan((0, 1, True)), [1.0]), (plan((0, 3, True)), [2.0])])
-    assert ops == [OpTime("a", 1.5, 2, 1)]
+    assert ops == [OpTime("a", 1.5, Amount(2, 1))]
 
 
 def test_percentiles_and_tables() -> None:

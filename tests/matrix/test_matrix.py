@@ -112,6 +112,23 @@ def test_tiny_pairwise(tiny_model: str, tmp_path: Path, dtype: str, kv: str) -> 
     check(tiny_model, cells, tmp_path, dtype=dtype, kv_cache_dtype=kv, **TINY)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_tiny_quantized_pairwise(tiny_model: str, tmp_path: Path, quantization: str) -> None:
+    axes = axes_of([16, 64, 2048], [1, 2, 3])
+    axes["isa"].append("amx_emulated")
+    check(tiny_model, cells_of(axes, {False: 1024, True: 10}, whole=False), tmp_path, dtype="bfloat16", quantization=quantization, **TINY)
+
+
+@pytest.mark.model
+def test_smollm2_as_stored(smollm2: str, tmp_path: Path) -> None:
+    """Q4_1 and Q8_0 as the file has them: some cells, every instruction set."""
+    cells = [
+        {"isa": isa, "alone": alone, "budget": budget, "tight": False, "threads": threads, "blocks": 256, "cache": "off", "swap": "recompute"}
+        for isa, alone, budget, threads in [(instruction_sets()[-1], True, 16, 1), *((isa, False, 64, 2) for isa in instruction_sets())]
+    ]
+    check(smollm2, cells, tmp_path, dtype="bfloat16", quantization="gguf", **REAL)
+
+
 @pytest.mark.model
 def test_smollm2_some(smollm2: str, tmp_path: Path) -> None:
     isas = instruction_sets()

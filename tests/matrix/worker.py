@@ -2,7 +2,7 @@
 
     OCTAVO_ISA=… python worker.py JOB.json OUT.json
 
-JOB: {"model", "count", "max_prompt", "max_tokens", "dtype", "kv_cache_dtype",
+JOB: {"model", "count", "max_prompt", "max_tokens", "dtype", "kv_cache_dtype", "quantization",
       "cells": [{"alone", "budget", "blocks", "threads", "cache", "swap"}, …]}.
 OUT: {"isa", "cells": [{"answers", "preemptions", "swapped": blocks out and in, "hits"}, …]}.
 
@@ -36,7 +36,7 @@ def main() -> None:
         with LLM(job["model"], dtype=job["dtype"], kv_cache_dtype=job.get("kv_cache_dtype", "auto"),
                  max_model_len=job["max_model_len"], max_num_seqs=cell.get("seqs", 64), max_num_batched_tokens=cell["budget"],
                  num_kv_blocks=cell["blocks"], num_threads=cell["threads"],
-                 enable_prefix_caching=cell["cache"] != "off", **SWAP[cell["swap"]]) as llm:
+                 enable_prefix_caching=cell["cache"] != "off", quantization=job.get("quantization"), **SWAP[cell["swap"]]) as llm:
             wanted = workload.requests(llm.vocab_size, job["count"], job["max_prompt"], job["max_tokens"])
             if cell["cache"] == "warm":
                 workload.answers(llm, wanted, False)

@@ -7,25 +7,25 @@ import numpy as np
 
 from octavo.kv.spec import KvSpec
 from octavo.models.spec import RopeSpec
-from octavo.ops.native import NativeProvider, native_info
+from octavo.ops.native import EMULATED, NativeProvider, native_info
 from octavo.ops.recorder import Buffer, Recorder
 from octavo.ops.table import SLOT_FIELDS, STEP_FIELDS
 
-ISAS = native_info()["available"].split(",")
+ISAS = [EMULATED, *native_info()["available"].split(",")]
 DTYPES = ("bfloat16", "float32")
 f32 = np.float32
-_providers: dict[tuple[str, str, int], NativeProvider] = {}
+_providers: dict[Any, NativeProvider] = {}
 
 
-def provider(dtype: str = "bfloat16", isa: str = "generic", threads: int = 2) -> NativeProvider:
+def provider(dtype: str = "bfloat16", isa: str = "generic", threads: int = 2, quantization: str | None = None) -> NativeProvider:
     """One provider per kind: threads are kept between tests."""
-    key = (dtype, isa, threads)
+    key = (dtype, isa, threads, quantization)
     if key not in _providers:
         import warnings
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _providers[key] = NativeProvider(dtype, threads, isa)
+            _providers[key] = NativeProvider(dtype, threads, isa, quantization)
     return _providers[key]
 
 

@@ -218,3 +218,38 @@ def test_cosines_at_far_positions():
     angle = (positions.astype(f32)[:, None] * np.array(spec.rope.inv_freq, f32)).astype(float)
     got = rig.read(table, 8)
     assert np.abs(got[:, :32] - np.cos(angle)).max() < 6e-8 and np.abs(got[:, 32:] - np.sin(angle)).max() < 6e-8
+
+
+@pytest.mark.parametrize(("dtype", "kv"), PAIRS)
+@pytest.mark.parametrize("window", [1, 17, 40, 300])
+def test_what_lies_behind_the_window_is_never_read(window, dtype, kv):
+    """Blocks that no row of a step sees belong to somebody else, who leaves NaN or infinities there; or the table names another block."""
+    spec = tiny_spec(6, 2, 24)
+    sequence = Sequence(np.random.default_rng(3), spec, 530)
+    spare = int(np.random.default_rng(2).permutation(160)[48])
+    want = None
+
+    def fill(blocks, half, single):
+        rig.kv.blocks.view(np.uint32 if kv == "float32" else np.uint16)[blocks] = single if kv == "float32" else half
+
+    for isa in ISAS:
+        for threads in (1, 3) if isa == ISAS[-1] else (2,):
+            rig = make_rig(provider(dtype, isa, threads), spec, window, kv=kv)
+            rig.slots["block_table"][0] = np.random.default_rng(2).permutation(160)[:48]
+            _, alone = feed(rig, 0, sequence, [192, 192, 146])
+            want = alone if want is None else want
+            assert same_bits(alone, want)
+            for what, cut in (("NaN", [192, 192, 146]), ("infinity", [100, 190, 1, 1, 15, 192, 31]), ("another block", [192, 61, 190, 1, 86])):
+                rig.slots["block_table"][0] = np.random.default_rng(2).permutation(160)[:48]
+                done, out = 0, []
+                for size in cut:
+                    gone = max(0, done - window + 1) // 16
+                    if what == "another block":
+                        rig.slots["block_table"][0, :gone] = spare
+                        rig.kv.blocks[spare] = 0xFF
+                    else:
+                        fill(rig.slots["block_table"][0, :gone], *((0x7FC1, 0x7FC00001) if what == "NaN" else (0x7F80, 0x7F800000)))
+                    ((_, rows),) = step(rig, [(0, done, sequence.qkv[done : done + size])])
+                    out.append(rows)
+                    done += size
+                assert same_bits(np.concatenate(out), want), (isa, threads, what)

@@ -16,7 +16,13 @@ from octavo.weights.checkpoint import open_checkpoint
 
 
 class Recorder:
-    """A provider that keeps the host tensors it is given."""
+    """A provider that keeps the host tensors it is given, and those of ``types`` as they are stored."""
+
+    def __init__(self, quantization: str | None = None, types: Sequence[str] = ()) -> None:
+        self.quantization, self.types = quantization, types
+
+    def keeps(self, types: Sequence[str], shapes: Sequence[tuple[int, ...]], interleave: bool) -> bool:
+        return all(kind in self.types for kind in types)
 
     def linear(self, parts: Sequence[Any], *, interleave: bool = False) -> Any:
         return ("linear", list(parts), interleave)
@@ -50,7 +56,7 @@ def test_every_weight_arrives(tmp_path: Path, stored: str, dtype: str) -> None:
             np.testing.assert_array_equal(bf16.from_bits(got) if got.dtype == np.uint16 else got, np.asarray(values[name]))
 
     same(w.embed, "table", ["model.embed_tokens.weight"], matrix)
-    same(w.head, "linear", ["lm_head.weight"], matrix)
+    same(w.head, "table", ["lm_head.weight"], matrix)
     same(w.norm, "vector", ["model.norm.weight"], want)
     assert len(w.layers) == 3
     for i, layer in enumerate(w.layers):

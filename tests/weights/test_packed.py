@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,10 +69,12 @@ def test_the_second_start_maps_what_the_first_made(tmp_path: Path, cache: Path, 
     assert not from_file and len(list(cache.iterdir())) == 2, "another packing is another file"
 
 
-def test_every_handle_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_every_handle_comes_back(tmp_path: Path, quantization: str | None) -> None:
     model = make_tiny(tmp_path / "m", "qwen2", num_attention_heads=6, hidden_size=96, intermediate_size=80)
     with open_checkpoint(model) as checkpoint:
-        made, found = NativeProvider(num_threads=2), NativeProvider(num_threads=1)
+        made, found = (NativeProvider(num_threads=n, quantization=quantization) for n in (2, 1))
+        assert (made.packing == NativeProvider(num_threads=1).packing) == (quantization is None)
         store = PackedStore(tmp_path / "packed", "c", made.packing, pytest.fail)
         want = registry.load(checkpoint, made, "bfloat16", store=store).weights
         assert store.writing is not None and not store.hit
@@ -84,10 +87,11 @@ def test_every_handle_comes_back(tmp_path: Path) -> None:
         kinds.add(type(w))
         assert type(w) is type(g)
         if isinstance(w, Matrix):
-            nbytes = w.panels * 16 * -(-w.k // 32) * 32 * 2
-            assert (w.n, w.k, w.panels, w.interleaved) == (g.n, g.k, g.panels, g.interleaved)
-            ours = np.frombuffer(found._maps[0], np.uint8)[g.address - found._maps[0].__array_interface__["data"][0] :][:nbytes]
-            assert made._view(w.address, nbytes).tobytes() == ours.tobytes()
+            assert (w.n, w.k, w.interleaved, len(w.pieces)) == (g.n, g.k, g.interleaved, len(g.pieces))
+            for mine, theirs in zip(w.pieces, g.pieces):
+                assert replace(mine, address=0) == replace(theirs, address=0)
+                ours = np.frombuffer(found._maps[0], np.uint8)[theirs.address - found._maps[0].__array_interface__["data"][0] :][: mine.nbytes]
+                assert made._view(mine.address, mine.nbytes).tobytes() == ours.tobytes()
         elif isinstance(w, Vector):
             assert w.n == g.n and np.array_equal(w.data, g.data) and g.data.dtype == np.float32
     assert kinds == {Matrix, Vector, type(None)}
@@ -130,7 +134,7 @@ def test_a_description_that_lies_is_refused(tmp_path: Path) -> None:
     """Whole by its hashes, and yet not what the provider can use: an image of other handle classes, or places outside it."""
     model = make_tiny(tmp_path / "m")
     told: list[str] = []
-    for wrong in ({"handle": "Matrix", "fields": {"address": 1 << 60, "n": 1, "k": 1, "panels": 1, "interleaved": False}},
+    for wrong in ({"handle": "Panels", "fields": {"address": 1 << 60, "count": 1, "nbytes": 1, "layout": 0, "first": 0}},
                   {"handle": "Elsewhere", "fields": {}}, {"handle": "Matrix", "fields": {"n": 1}},
                   {"array": 1 << 50, "dtype": "<f4", "shape": [8]}, {"array": 0, "dtype": "nonsense", "shape": [8]}):
         provider = NativeProvider(num_threads=1)

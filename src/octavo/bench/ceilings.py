@@ -6,6 +6,7 @@ Reading: every byte of a buffer in huge pages once, in four streams a thread wit
 
 import statistics
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,11 +20,29 @@ class Ceilings:
     """Rates of all threads together."""
 
     bytes_per_second: float
-    operations_per_second: float  # a multiply-add is two
+    operations_per_second: float  # of activations and weights as numbers; a multiply-add is two
+    codes_per_second: float  # the same, of bytes
 
-    def floor(self, nbytes: float, operations: float) -> float:
-        """The least seconds that so many bytes and operations take: whichever is the bottleneck."""
-        return max(nbytes / self.bytes_per_second, operations / self.operations_per_second)
+    def floor(self, work: "Amount") -> float:
+        """The least seconds that work takes: whichever of memory and arithmetic is the bottleneck."""
+        return max(work.nbytes / self.bytes_per_second, work.operations / self.operations_per_second + work.codes / self.codes_per_second)
+
+
+class Amount(NamedTuple):
+    """What is read, and computed: operations on numbers, and on bytes."""
+
+    nbytes: float = 0.0
+    operations: float = 0.0
+    codes: float = 0.0
+
+    def __add__(self, other: object) -> "Amount":  # a tuple's own + would join them
+        if not isinstance(other, Amount):
+            return NotImplemented
+        return Amount(self.nbytes + other.nbytes, self.operations + other.operations, self.codes + other.codes)
+
+    def divided(self, by: float) -> "Amount":
+        """A part of it."""
+        return Amount(self.nbytes / by, self.operations / by, self.codes / by)
 
 
 class Probe:
@@ -36,10 +55,9 @@ class Probe:
         self._pool = provider.pool
         self._memory = provider.new_memory(READ_BYTES, True)
         np.frombuffer(self._memory, np.uint64)[:] = 1  # pages that nobody wrote are all the same one
-        _, seconds = self._pool.probe(0, 100_000)
-        self._rounds = max(1000, int(100_000 * SPAN / seconds))
+        self._rounds = [max(1000, int(100_000 * SPAN / self._pool.probe(0, 100_000, codes)[1])) for codes in (False, True)]
         self._reads: list[float] = []
-        self._products: list[float] = []
+        self._products: tuple[list[float], list[float]] = [], []
         self._pool.probe(self._memory.address, READ_BYTES)
 
     def sample(self) -> None:
@@ -47,11 +65,12 @@ class Probe:
         for _ in range(READS):
             done, seconds = self._pool.probe(self._memory.address, READ_BYTES)
             self._reads.append(done / seconds)
-        done, seconds = self._pool.probe(0, self._rounds)
-        self._products.append(done / seconds)
+        for codes in (False, True):
+            done, seconds = self._pool.probe(0, self._rounds[codes], codes)
+            self._products[codes].append(done / seconds)
 
     def ceilings(self) -> Ceilings:
         """Medians of the samples so far; takes one if there is none."""
         if not self._reads:
             self.sample()
-        return Ceilings(statistics.median(self._reads), statistics.median(self._products))
+        return Ceilings(statistics.median(self._reads), *(statistics.median(rates) for rates in self._products))

@@ -89,10 +89,11 @@ def op_table(rig: Rig, ops: list[OpTime], title: str) -> tuple[list[dict[str, An
     for op in sorted(ops, key=lambda op: -op.seconds):
         if op.seconds == 0:
             continue
-        floor = ceilings.floor(op.nbytes, op.operations)
-        records.append({"op": op.name, "seconds": op.seconds, "bytes": op.nbytes, "operations": op.operations, "roofline": floor / op.seconds})
+        floor, operations = ceilings.floor(op.work), op.work.operations + op.work.codes
+        records.append({"op": op.name, "seconds": op.seconds, "roofline": floor / op.seconds, **op.work._asdict()})
         rows.append((
-            op.name, f"{1e3 * op.seconds:.3f}", f"{100 * op.seconds / total:.1f} %", f"{op.nbytes / op.seconds / 1e9:.1f}" if op.nbytes else None,
-            f"{op.operations / op.seconds / 1e9:.0f}" if op.operations else None, f"{100 * floor / op.seconds:.0f} %" if floor else None))
-    heads = ("op (all layers)", "ms", "share", "GB/s", "GFLOP/s", "of roofline")
+            op.name, f"{1e3 * op.seconds:.3f}", f"{100 * op.seconds / total:.1f} %",
+            f"{op.work.nbytes / op.seconds / 1e9:.1f}" if op.work.nbytes else None,
+            f"{operations / op.seconds / 1e9:.0f}" if operations else None, f"{100 * floor / op.seconds:.0f} %" if floor else None))
+    heads = ("op (all layers)", "ms", "share", "GB/s", "Gop/s", "of roofline")
     return records, f"{title}: {1e3 * total:.2f} ms in ops\n{table(heads, rows)}"

@@ -160,7 +160,8 @@ def _grouped(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
         threads = each["config"]["runner"]["num_threads"] or machine["threads"]
         ceilings = each["ceilings"]
         rates = "" if ceilings is None else (
-            f"; reading {ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s, products {ceilings['operations_per_second'] / 1e9:.0f} GFLOP/s")
+            f"; reading {ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s, products {ceilings['operations_per_second'] / 1e9:.0f} GFLOP/s, "
+            f"of bytes {ceilings['codes_per_second'] / 1e9:.0f} Gop/s")
         key = f"{each['config']['model']['model']}, {threads} threads of {machine['cpu']}, {machine['isa']}, {commit}"
         groups.setdefault(key, []).append(each | {"rates": rates})
     for key, group in groups.items():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.bench.ceilings import Ceilings
+from octavo.bench.ceilings import Amount, Ceilings
 from octavo.core.step import StepPlan, StepResult
 from octavo.models.spec import ModelSpec
 from octavo.ops.table import visible_pairs
@@ -33,8 +33,7 @@ class OpTime:
 
     name: str
     seconds: float
-    nbytes: float  # of packed weights
-    operations: float
+    work: Amount
 
 
 @dataclass(slots=True)
@@ -72,40 +71,36 @@ class Work:
     spec: ModelSpec
     kv_bytes_per_token: int
 
-    def of(self, plan: StepPlan) -> tuple[float, float]:
-        """Bytes and operations of a step."""
+    def of(self, plan: StepPlan) -> Amount:
+        """The amount of a step."""
         tokens, rows = plan.num_tokens, _head_rows(plan)
-        nbytes, operations = self._attention(plan)
-        for op in self.ops:
-            more = self._op(op, tokens, rows)
-            nbytes, operations = nbytes + more[0], operations + more[1]
-        return nbytes, operations
+        return sum((self._op(op, tokens, rows) for op in self.ops), self._attention(plan))
 
     def by_name(self, plan: StepPlan, seconds: list[float]) -> list[OpTime]:
         """The measured times of one step, ops of one name together, in the order in which they first run."""
         tokens, rows = plan.num_tokens, _head_rows(plan)
         found: dict[str, OpTime] = {}
         for op, took in zip(self.ops, seconds, strict=True):
-            each = found.setdefault(op.name, OpTime(op.name, 0.0, 0.0, 0.0))
-            nbytes, operations = self._op(op, tokens, rows)
-            each.seconds, each.nbytes, each.operations = each.seconds + took, each.nbytes + nbytes, each.operations + operations
+            each = found.setdefault(op.name, OpTime(op.name, 0.0, Amount()))
+            each.seconds, each.work = each.seconds + took, each.work + self._op(op, tokens, rows)
         if "attention" in found:
-            found["attention"].nbytes, found["attention"].operations = self._attention(plan)
+            found["attention"].work = self._attention(plan)
         return list(found.values())
 
-    def _op(self, op: Any, tokens: int, rows: int) -> tuple[float, float]:
+    def _op(self, op: Any, tokens: int, rows: int) -> Amount:
         count = tokens if op.rows == "T" else rows
         passes = tokens if op.name == "embed" else -(-rows // TILE) if op.rows == "tile" else min(count, 1)
-        return op.weight_bytes * passes, 2.0 * op.products * count
+        operations = 2.0 * op.products * count
+        return Amount(op.weight_bytes * passes, 0.0, operations) if op.codes else Amount(op.weight_bytes * passes, operations)
 
-    def _attention(self, plan: StepPlan) -> tuple[float, float]:
+    def _attention(self, plan: StepPlan) -> Amount:
         s, nbytes, operations = self.spec, 0.0, 0.0
         for item in plan.items:
             new, end = len(item.tokens), item.start + len(item.tokens)
             for window in s.windows:
                 operations += 4.0 * s.head_dim * s.num_heads * visible_pairs(new, end, window)
                 nbytes += (end if window is None else min(end, window + new - 1)) * self.kv_bytes_per_token / s.num_layers
-        return nbytes, operations
+        return Amount(nbytes, operations)
 
 
 def _head_rows(plan: StepPlan) -> int:
@@ -114,7 +109,7 @@ def _head_rows(plan: StepPlan) -> int:
 
 def floor_seconds(steps: Iterable[Step], work: Work, ceilings: Ceilings) -> float:
     """The least time that these steps take on a machine with these ceilings."""
-    return sum(ceilings.floor(*work.of(step.plan)) for step in steps)
+    return sum(ceilings.floor(work.of(step.plan)) for step in steps)
 
 
 def mean_profile(work: Work, profiled: Sequence[tuple[StepPlan, list[float]]]) -> list[OpTime]:
@@ -122,7 +117,7 @@ def mean_profile(work: Work, profiled: Sequence[tuple[StepPlan, list[float]]]) -
     total: dict[str, OpTime] = {}
     for plan, seconds in profiled:
         for op in work.by_name(plan, seconds):
-            each = total.setdefault(op.name, OpTime(op.name, 0.0, 0.0, 0.0))
-            each.seconds, each.nbytes, each.operations = each.seconds + op.seconds, each.nbytes + op.nbytes, each.operations + op.operations
+            each = total.setdefault(op.name, OpTime(op.name, 0.0, Amount()))
+            each.seconds, each.work = each.seconds + op.seconds, each.work + op.work
     count = max(1, len(profiled))
-    return [OpTime(op.name, op.seconds / count, op.nbytes / count, op.operations / count) for op in total.values()]
+    return [OpTime(op.name, op.seconds / count, op.work.divided(count)) for op in total.values()]

@@ -50,7 +50,7 @@ ENGINE_OPTIONS: Table = {
     "revision": (str, "Hub revision: branch, tag or commit.", ()),
     "block_size": (int, "Tokens in a KV block: 16.", ()),
     "kv_cache_dtype": (str, "auto: the compute dtype; bfloat16, fp8, int8, int4.", ()),
-    "quantization": (str, "Not served yet; GGUF types are dequantized at load.", ()),
+    "quantization": (str, "Of weights: int8, int4, int4_g128, gguf (as stored). Default: none.", ()),
     "kv_cache_dir": (str, "Folder in which hot cached prefixes are kept from one start to the next.", ()),
     "kv_cache_dir_bytes": (int, "Most bytes to keep there (default 1 GiB).", ()),
     "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),  # its name would cut all others at 80 columns

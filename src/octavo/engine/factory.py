@@ -81,7 +81,9 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     """Make the half of an engine that computes. Raises: ConfigError, CheckpointError, UnsupportedError."""
     dtype, stored = compute_dtype(config), stored_types(checkpoint)
     cache_dtype(config), context_asked(config, spec)  # an impossible setting is told before the weights are read
-    with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {dtype}"):
+    if config.model.quantization == "gguf" and checkpoint.layout != "gguf":
+        raise ConfigError('quantization="gguf" keeps the types of a GGUF file; this checkpoint is none: int8 and int4 work for it', "quantization")
+    with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {config.model.quantization or dtype}"):
         provider = make_provider(config, dtype)
         store = _weight_store(config, checkpoint, provider)
         model = registry.load(checkpoint, provider, dtype, spec=spec, progress=partial(report.progress, "weights"), store=store)
@@ -91,20 +93,22 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
         kv_spec = KvSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, cache_dtype(config), config.kv.block_size)
         available = available_memory()
         final = resolve(config, spec, dtype=dtype, block_bytes=kv_spec.bytes_per_block, available=available)
-        store = _make_store(final, provider, kv_spec)
-        runner = _make_runner(final, provider, model, kv_spec, store)
+        blocks = _make_blocks(final, provider, kv_spec)
+        runner = _make_runner(final, provider, model, kv_spec, blocks)
         block_seconds = _time_moves(final, runner)
-    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching)
+    kv = KvManager(_blocks(final), final.kv.block_size, prefix_caching=final.kv.enable_prefix_caching, window=spec.reach)
     slots = _tier_slots(final, kv_spec)
     scheduler = Scheduler(final.scheduler, kv, tier=SwapTier(slots) if slots else None, block_seconds=block_seconds)
     core = EngineCore(scheduler, runner)
     core.observers.append(_warn_of_tier)
-    core.keeper = open_keeper(final, spec, checkpoint, kv, store, report)
+    core.keeper = open_keeper(final, spec, checkpoint, kv, blocks, report)
     ledger = Ledger(
         weights=getattr(provider, "weight_bytes", spec.num_params * DTYPE_BYTES[dtype]), kv=_blocks(final) * kv_spec.bytes_per_block,
         activations=(runner.program_bytes or activation_bytes(spec, final)) + runner.batch.num_bytes, available=available,
         swap=slots * kv_spec.bytes_per_block if final.kv.kv_swap_path is None else 0,
     )
+    if hasattr(provider, "summary"):
+        report.note(f"weights {provider.summary()}")
     more = "; dtype=float32 keeps more of it" if dtype == "bfloat16" and stored[0] in ("F16", "F32") else ""
     report.note(f"computing in {dtype}; the checkpoint holds {', '.join(stored)}{more}")
     for line in (*_summary(final, spec, kv_spec, provider), *_tier_line(final, slots, block_seconds), ledger.line()):
@@ -236,12 +240,12 @@ def make_provider(config: Config, dtype: str) -> Any:
             import torch
 
             torch.set_num_threads(config.runner.num_threads)
-        return TorchProvider(dtype)
+        return TorchProvider(dtype, quantization=config.model.quantization)
     try:
         from octavo.ops.native import NativeProvider
     except ImportError as error:
         raise UnsupportedError(f"the native library is not built ({error}): pip install . builds it", "backend") from error
-    return NativeProvider(dtype, num_threads=config.runner.num_threads)
+    return NativeProvider(dtype, num_threads=config.runner.num_threads, quantization=config.model.quantization)
 
 
 def _weight_store(config: Config, checkpoint: Checkpoint, provider: Any) -> PackedStore | None:
@@ -266,7 +270,7 @@ def activation_bytes(spec: ModelSpec, config: Config) -> int:
     return rows * row + min(rows, HEAD_TILE) * spec.vocab * 4
 
 
-def _make_store(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
+def _make_blocks(config: Config, provider: Any, kv_spec: KvSpec) -> KvStore:
     try:
         store: KvStore = provider.kv_store(kv_spec, _blocks(config))
     except MemoryError as error:

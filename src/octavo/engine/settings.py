@@ -15,6 +15,9 @@ DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float":
 KNOWN_DTYPES = ("float16", "half")
 KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "int8": "int8", "int4": "int4"}
 KNOWN_KV_DTYPES = (*KNOWN_DTYPES, "fp8_e5m2", "fp8_inc", "nvfp4")
+QUANTIZATIONS = ("int8", "int4", "int4_g128", "gguf")
+KNOWN_QUANTIZATIONS = ("awq", "awq_marlin", "gptq", "gptq_marlin", "marlin", "fp8", "fbgemm_fp8", "bitsandbytes", "compressed-tensors",
+                       "modelopt", "torchao", "hqq", "aqlm", "deepspeedfp", "experts_int8", "ipex", "quark", "moe_wna16", "auto-round", "mxfp4")
 POLICIES = ("fcfs", "priority", "lpm", "fair")
 ADMISSIONS = ("optimistic", "predicted")
 MODES = ("auto", "swap", "recompute")
@@ -47,11 +50,11 @@ def make_config(
     for name, value in (("revision", revision), ("tokenizer", tokenizer), ("chat_template", chat_template)):
         if value is not None and (not isinstance(value, str) or not value):
             raise ConfigError(f"{name} must be a non-empty string or None, not {shown(value)}", name)
-    if quantization is not None:
-        raise UnsupportedError(
-            f"quantization={shown(quantization)} is not served yet: leave it None (GGUF files are dequantized to the compute dtype at load)",
-            "quantization",
-        )
+    if quantization is not None and (not isinstance(quantization, str) or quantization not in QUANTIZATIONS):
+        works = "int8, int4 and int4_g128 quantize any checkpoint at load, gguf keeps a GGUF file's types, None computes in dtype"
+        known = isinstance(quantization, str) and quantization in KNOWN_QUANTIZATIONS
+        error = UnsupportedError if known else ConfigError
+        raise error(f"quantization={shown(quantization)} is not served: {works}", "quantization")
     for name, value in (("enable_prefix_caching", enable_prefix_caching), ("enable_weight_cache", enable_weight_cache)):
         if value is not None and not isinstance(value, bool):
             raise ConfigError(f"{name} must be true, false or None, not {shown(value)}", name)
@@ -89,7 +92,8 @@ def make_config(
         seed=_whole(seed, "seed", -(2**63), 2**64 - 1),
     )
     section = ModelConfig(
-        model=model, revision=revision, tokenizer=tokenizer, dtype=_dtype(dtype, "dtype"), max_model_len=context_length(max_model_len),
+        model=model, revision=revision, tokenizer=tokenizer, dtype=_dtype(dtype, "dtype"), quantization=quantization,
+        max_model_len=context_length(max_model_len),
         generation_config=_choice(generation_config, "generation_config", ("auto", "vllm")) == "auto", chat_template=chat_template,
         enable_weight_cache=enable_weight_cache is not False,
     )

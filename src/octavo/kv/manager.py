@@ -12,19 +12,23 @@ is sealed when the step that completes it is planned, not when that has run: a s
 layer) before it reads any, and steps run in their order. So requests that are admitted in one step share, too, and a
 block given up before its step ran is still written before whoever finds it reads it. A step that fails takes the keys
 that it promised back (``forget``).
+
+Where every layer looks back over a window only, ``window`` is the widest. Then the blocks that no row to come can see are given up
+as a request gets on (``slide``), and its table has NO_BLOCK in their places; and to go on after some tokens of the cache, only what the window
+shows of them must still be there.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from octavo.config import BLOCK_SIZE
+from octavo.config import BLOCK_SIZE, NO_BLOCK
 from octavo.errors import ConfigError
 from octavo.kv.pool import BlockPool
 from octavo.kv.prefix import PrefixIndex, root_key
 
 
 class Match(NamedTuple):
-    """The part of a sequence that needs no computing: ``num_tokens`` leading tokens, held by ``blocks`` (full ones), and the
+    """The part of a sequence that needs no computing: ``num_tokens`` leading tokens, held by ``blocks`` (full ones, or NO_BLOCK), and the
     rest of them by ``tail``, which must be copied to the table's next block, because its owner goes on writing to it."""
 
     num_tokens: int
@@ -60,22 +64,26 @@ class Ledger(NamedTuple):
 class _Table:
     """The blocks of one request."""
 
-    __slots__ = ("blocks", "keys", "sealed", "used")
+    __slots__ = ("blocks", "gone", "keys", "sealed", "used")
 
     def __init__(self, blocks: list[int], used: int, sealed: int, keys: list[bytes] | None) -> None:
         self.blocks = blocks
+        self.gone = 0  # leading places that the window has left behind
         self.used = used  # leading token slots that are, or are about to be, filled
         self.sealed = sealed  # leading blocks whose keys were put into the index, by this request or another
         self.keys = keys  # the request's memo (kv/prefix.py); None: its blocks are not for others
 
 
 class KvManager:
-    """Block tables over a pool of ``num_blocks`` blocks of ``block_size`` tokens."""
+    """Block tables over a pool of ``num_blocks`` blocks of ``block_size`` tokens. ``window``: tokens that a row sees, its own the last
+    of them; None: all."""
 
-    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE, *, prefix_caching: bool = False) -> None:
+    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE, *, prefix_caching: bool = False, window: int | None = None) -> None:
+        assert window is None or window > 0, window
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1, not {block_size}", "block_size")
         self.block_size = block_size
+        self.window = window
         self._index = PrefixIndex(block_size) if prefix_caching else None
         self.pool = BlockPool(num_blocks, None if self._index is None else self._index.remove)
         self._tables: dict[str, _Table] = {}
@@ -105,8 +113,26 @@ class KvManager:
         """
         if self._index is None or keys is None:
             return NO_MATCH
-        blocks = self._index.find(tokens, keys, (len(tokens) - 1) // self.block_size)
+        most = (len(tokens) - 1) // self.block_size
+        blocks = self._index.find(tokens, keys, most) if self.window is None else self._find_window(self._index, tokens, keys, most)
         return Match(len(blocks) * self.block_size, blocks) if blocks else NO_MATCH
+
+    def _find_window(self, index: PrefixIndex, tokens: Sequence[int], keys: list[bytes], most: int) -> list[int]:
+        """The most leading blocks of which those are there that the next row sees, and NO_BLOCK for those before them."""
+        there: list[int] = []
+        best, run = 0, 0  # ``run``: how many of the last ones are there
+        for number in range(1, most + 1):
+            block = index.holder(index.key(tokens, keys, number))
+            there.append(NO_BLOCK if block is None else block)
+            run = 0 if block is None else run + 1
+            if run and run >= number - self._unseen(number * self.block_size):
+                best = number
+        first = self._unseen(best * self.block_size)
+        return [NO_BLOCK] * first + there[first:best]
+
+    def _unseen(self, start: int) -> int:
+        """How many leading blocks no row from position ``start`` on can see."""
+        return 0 if self.window is None else max(0, start - self.window + 1) // self.block_size
 
     def admit(
         self, request_id: str, match: Match, num_tokens: int, room: int | None = None, keys: list[bytes] | None = None
@@ -126,7 +152,8 @@ class KvManager:
         taken = self.pool.take(self.blocks_for(num_tokens) - shared)
         assert taken is not None  # room was there
         table = [*match.blocks, *taken]
-        self._tables[request_id] = _Table(table, match.num_tokens, shared, keys)
+        made = self._tables[request_id] = _Table(table, match.num_tokens, shared, keys)
+        made.gone = match.blocks.count(NO_BLOCK)
         return list(table)
 
     def fork(self, parent_id: str, num_tokens: int) -> Match:
@@ -137,8 +164,25 @@ class KvManager:
         """
         parent = self._tables[parent_id]
         assert 0 < num_tokens <= parent.used, f"a fork of {num_tokens} tokens of {parent_id}, which has {parent.used}"
+        assert self.reaches(parent_id, num_tokens), f"{parent_id} has given up what a row at {num_tokens} sees"
         full, begun = divmod(num_tokens, self.block_size)
         return Match(num_tokens, parent.blocks[:full], parent.blocks[full] if begun else None)
+
+    def reaches(self, request_id: str, start: int) -> bool:
+        """Whether a request's table still holds what a row at position ``start`` sees: its window may have moved on."""
+        return self._tables[request_id].gone <= self._unseen(start)
+
+    def slide(self, request_id: str, start: int) -> int:
+        """Give up the blocks that no row from position ``start`` on can see. The planned steps before may read them, and run before whoever
+        is given them writes. Returns how many blocks are in no table any more."""
+        table = self._tables[request_id]
+        first, end = table.gone, self._unseen(start)
+        if end <= first:
+            return 0
+        freed = self._give_up(table, first, end)
+        table.blocks[first:end] = [NO_BLOCK] * (end - first)
+        table.gone = end
+        return freed
 
     def grow(self, request_id: str, used: int, reserve: int = 0) -> list[int] | None:
         """Make the table cover ``used`` tokens, and ``reserve`` if that is more. Returns the new blocks, mostly none.
@@ -169,7 +213,7 @@ class KvManager:
         assert index is not None
         for number in range(table.sealed, full):
             key, block = index.key(tokens, table.keys, number + 1), table.blocks[number]
-            if index.put(key, block):
+            if block != NO_BLOCK and index.put(key, block):
                 self.pool.keep(block)
                 new.append(key)
         table.sealed = full
@@ -199,16 +243,17 @@ class KvManager:
         return self.pool.num_free - free
 
     def hot(self, most: int) -> list[tuple[bytes, int]]:
-        """At most ``most`` keys that can be found, with their blocks: the most recently used first, none before its parent. All planned
-        steps must have run."""
+        """At most ``most`` keys that can be found, with their blocks: the most recently used first, none before its parent (unless it is
+        behind the window). All planned steps must have run."""
         index, found = self._index, dict[bytes, int]()
         if index is None:
             return []
         for table in self._tables.values():
             for key in (table.keys or [])[1 : table.sealed + 1]:
-                if (block := index.holder(key)) is None:
+                if (block := index.holder(key)) is not None:
+                    found[key] = block
+                elif self.window is None:
                     break  # what follows in the sequence cannot be found either
-                found[key] = block
         for block in reversed(self.pool.eviction_order()):  # of a sequence, the end goes first: so read backwards, parents come first
             found.setdefault(index.key_of(block), block)
         return list(found.items())[:most]
@@ -230,25 +275,32 @@ class KvManager:
         """Give up a request's table. Returns how many blocks are in no table any more: sealed ones are cached now, those of
         others' keys too, unless it is not ``sound``: what it was to compute may be missing."""
         table = self._tables.pop(request_id)
-        index, keys = self._index, table.keys if sound else None
-        if index is None or keys is None or not table.sealed:
-            return self.pool.give_back(table.blocks)
+        return self._give_up(table, 0, len(table.blocks), sound)
+
+    def _give_up(self, table: _Table, first: int, end: int, sound: bool = True) -> int:
+        """Take a table's reference off its blocks ``first`` to ``end``. Returns how many are in no table any more."""
+        index, keys, blocks = self._index, table.keys if sound else None, table.blocks[first:end]
+        if index is None or keys is None or table.sealed <= first:
+            return self.pool.give_back(blocks)
         # Some of its blocks may be doubles of others' that have the keys. Where such a one was evicted meanwhile, its own takes the key;
         # where not, that one counts as just used, too. So what follows in the sequence never outlives what comes before it.
-        holders = []
-        for key, block in zip(keys[1 : table.sealed + 1], table.blocks):
+        holders, sealed = [], 0
+        for key, block in zip(keys[first + 1 : table.sealed + 1], blocks):
+            if block == NO_BLOCK:
+                continue
             if index.put(key, block):
                 self.pool.keep(block)
             holders.append(index.holder(key))
-        gone = self.pool.give_back(table.blocks)
-        if holders != table.blocks[: table.sealed]:
+            sealed += holders[-1] == block
+        gone = self.pool.give_back(blocks)
+        if sealed < len(holders):
             for holder in reversed(holders):
                 assert holder is not None
                 self.pool.touch(holder)
         return gone
 
     def table(self, request_id: str) -> list[int]:
-        """A copy of a request's table; empty when it has none."""
+        """A copy of a request's table, with NO_BLOCK behind its window; empty when it has none."""
         table = self._tables.get(request_id)
         return [] if table is None else list(table.blocks)
 
@@ -262,7 +314,7 @@ class KvManager:
         live = pool.num_blocks - pool.num_available
         logical = reserved = 0
         for table in self._tables.values():
-            logical += len(table.blocks)
+            logical += len(table.blocks) - table.blocks.count(NO_BLOCK)
             reserved += len(table.blocks) * size - table.used  # only full blocks are shared: no unused slot is counted twice
         return Ledger(live, pool.num_shared, pool.num_cached, pool.num_free, logical, live * size, reserved)
 
@@ -278,7 +330,12 @@ class KvManager:
             assert table.blocks, f"{request_id} has an empty table"
             assert 0 <= table.used <= len(table.blocks) * self.block_size, f"{request_id} uses more than its table"
             assert table.sealed * self.block_size <= table.used, f"{request_id} has sealed what it has not computed"
+            unseen = self._unseen(table.used)
+            assert all(block == NO_BLOCK for block in table.blocks[: table.gone]), f"{request_id} holds what its window has left behind"
+            assert NO_BLOCK not in table.blocks[unseen:], f"{request_id} lacks what its window shows"
             for number, block in enumerate(table.blocks):
+                if block == NO_BLOCK:
+                    continue
                 uses[block] = uses.get(block, 0) + 1
                 assert uses[block] == 1 or (number + 1) * self.block_size <= table.used, f"{request_id} shares a block that is not full"
         if self._index is not None:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from octavo.config import NO_BLOCK
 from octavo.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ class BlockPool:
     committed by the system when a page is first written, so a lightly loaded engine stays small, and what is given was
     likely just in the processor's cache. Cached blocks go least recently used first, and of one table the last block
     first: so the end of a sequence goes before its beginning, without which it could not be found. ``evicted`` hears of
-    each cached block that is given to another use. Who may touch it: KvManager.
+    each cached block that is given to another use. A table may have places without a block (NO_BLOCK). Who may touch it: KvManager.
     """
 
     def __init__(self, num_blocks: int, evicted: Callable[[int], None] | None = None) -> None:
@@ -50,7 +51,7 @@ class BlockPool:
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of these are cached: available now, and no longer once they are shared."""
         refs = self._refs
-        return sum(not refs[block] for block in blocks)
+        return sum(not refs[block] for block in blocks if block != NO_BLOCK)
 
     def take(self, count: int) -> list[int] | None:
         """Give ``count`` blocks, each with one reference; None, and nothing given, when there are fewer."""
@@ -68,6 +69,8 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Count one more table for each of these blocks, which are live or cached."""
         for block in blocks:
+            if block == NO_BLOCK:
+                continue
             refs = self._refs[block]
             if refs == 0:
                 assert block in self._cached, f"block {block} is free and cannot be shared"
@@ -81,6 +84,8 @@ class BlockPool:
         reused of the free ones, and last evicted of the cached ones."""
         gone = 0
         for block in reversed(blocks):
+            if block == NO_BLOCK:
+                continue
             refs = self._refs[block] - 1
             assert refs >= 0, f"block {block} is given back once too often"
             self._refs[block] = refs
@@ -132,7 +137,8 @@ class BlockPool:
         Raises: AssertionError, saying which block is wrong.
         """
         counted = [0] * self.num_blocks
-        for table in tables:
+        for all_places in tables:
+            table = [block for block in all_places if block != NO_BLOCK]
             assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
             for block in table:
                 counted[block] += 1

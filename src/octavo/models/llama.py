@@ -57,7 +57,7 @@ def rules(s: ModelSpec) -> Iterator[WeightRule]:
         yield bias("down_b", part("mlp.down_proj.bias", "ffn_down.bias", d), there=s.mlp_bias)
     yield WeightRule("norm", "vector", (Part("model.norm.weight", "output_norm.weight", (d,)),))
     if not s.tied:  # tied: the loader makes the head the embedding's own handle
-        yield WeightRule("head", "linear", (Part("lm_head.weight", "output.weight", (s.vocab, d)),))
+        yield WeightRule("head", "table", (Part("lm_head.weight", "output.weight", (s.vocab, d)),))
 
 
 def ignored(s: ModelSpec) -> Ignored:

@@ -70,6 +70,11 @@ class ModelSpec:
                     raise CheckpointError(f"{name} {token} is outside the vocabulary of {self.vocab}", name)
 
     @property
+    def reach(self) -> int | None:
+        """Tokens back from its own, which counts, that a row of any layer sees; None: all, as one layer at least has full attention."""
+        return None if None in self.windows else max(window for window in self.windows if window is not None)
+
+    @property
     def num_params(self) -> int:
         """Weights of the model; a tied head counts once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

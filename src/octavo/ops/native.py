@@ -5,6 +5,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,17 @@ import numpy as np
 from octavo.config import BLOCK_SIZE, KV_BITS
 from octavo.errors import CheckpointError, ConfigError, UnsupportedError
 from octavo.ops.image import Image, rebuild, take
-from octavo.ops.recorder import Matrix, NativeProgram, Recorder, Vector, address_of, pad
+from octavo.ops.recorder import Matrix, NativeProgram, Panels, Recorder, Vector, address_of, pad
+from octavo.ops.table import Stored
 from octavo.ops.threads import allowed_threads
 
 ISA_VARIABLE = "OCTAVO_ISA"
-HANDLES = {kind.__name__: kind for kind in (Matrix, Vector)}  # of weights
+EMULATED = "amx_emulated"  # matrix units in software, for tests: never chosen by itself
+HANDLES = {kind.__name__: kind for kind in (Matrix, Panels, Vector)}  # of weights
 SLAB_BYTES = 64 << 20  # weights are laid into slabs of huge pages
-PACKING = 1  # raise it whenever the bytes of packed weights, or what their handles say, change for the same weights
+PACKING = 2  # raise it whenever the bytes of packed weights, or what their handles say, change for the same weights
+QUANTIZATIONS = {"int8": "int8", "int4": "Q4_1", "int4_g128": "int4_g128", "gguf": "act"}  # → the layout of matrices that come as numbers
+KINDS = {np.uint16: 0, np.float32: 1, np.uint8: 2}  # of a part's rows: bfloat16 bits, float32, a file's blocks
 
 
 def native_info() -> dict[str, str]:
@@ -32,7 +37,7 @@ def chosen_isa(isa: str | None = None) -> str:
     """The variant that runs: ``isa``, else the environment variable OCTAVO_ISA, else the best. Raises: ConfigError."""
     available = native_info()["available"].split(",")
     isa = isa or os.environ.get(ISA_VARIABLE) or available[-1]
-    if isa not in available:
+    if isa not in available and isa != EMULATED:
         raise ConfigError(f"the instruction set {isa!r} ({ISA_VARIABLE}) cannot run here; this CPU and build have {', '.join(available)}", "isa")
     return isa
 
@@ -68,13 +73,19 @@ class NativeKvStore:
 class NativeProvider:
     """Weights in kernel order, and programs over them.
 
-    ``isa`` (else the environment variable OCTAVO_ISA, else the best there is) picks the instruction-set variant; all of
-    them give the same bits. Raises: ConfigError for a dtype, a thread count or a variant that cannot be.
+    ``quantization`` says what becomes of matrices: None (the compute dtype), "int8", "int4" (steps of 32), "int4_g128", or
+    "gguf" (those that come as ``Stored`` keep their type). Tables and heads are int8 where matrices are int4. ``isa`` (else
+    the environment variable OCTAVO_ISA, else the best there is) picks the instruction-set variant; all of them give the same
+    bits. Raises: ConfigError for a dtype, a thread count, a variant or a quantization that cannot be.
     """
 
-    def __init__(self, dtype: str = "bfloat16", num_threads: int | None = None, isa: str | None = None) -> None:
+    def __init__(
+        self, dtype: str = "bfloat16", num_threads: int | None = None, isa: str | None = None, quantization: str | None = None
+    ) -> None:
         from octavo import _native
 
+        if quantization is not None and quantization not in QUANTIZATIONS:
+            raise ConfigError(f"quantization must be None or one of {', '.join(QUANTIZATIONS)}, not {quantization!r}", "quantization")
         if dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"dtype must be bfloat16 or float32, not {dtype!r}", "dtype")
         allowed = allowed_threads()
@@ -86,7 +97,11 @@ class NativeProvider:
         self.dtype = dtype
         self.act_bytes = 4 if dtype == "float32" else 2
         self.pool = _native.Pool(threads, chosen_isa(isa))
+        self.quantization = quantization
         self.weight_bytes = 0
+        self.layouts = {layout[0]: (number, layout[-1]) for number, layout in enumerate(_native.layouts())}  # number, block of a stored type
+        self.layout_bytes = _native.layout_bytes
+        self.packed: dict[str, tuple[int, int, int]] = {}  # by layout: matrices, weights, bytes
         self.new_memory = _native.Memory
         self.new_program = _native.Program
         self._slabs: list[Any] = []
@@ -104,29 +119,69 @@ class NativeProvider:
         """The instruction-set variant in use."""
         return str(self.pool.variant)
 
-    def linear(self, parts: Sequence[Any], *, interleave: bool = False) -> Matrix:
-        """Pack a matrix [N, K] from parts stacked along N (float32, or uint16 with bfloat16 bits).
+    def keeps(self, types: Sequence[str], shapes: Sequence[tuple[int, ...]], interleave: bool) -> bool:
+        """See Provider: whether every part's type has a layout here, and parts of several types fall on whole panels."""
+        if self.quantization != "gguf" or any(len(shape) != 2 for shape in shapes):
+            return False
+        blocks = [self.layouts.get(kind, (0, 0))[1] for kind in types]
+        if any(block == 0 or shape[1] % block for block, shape in zip(blocks, shapes)):
+            return False
+        return len(set(types)) == 1 or (not interleave and all(shape[0] % 16 == 0 for shape in shapes[:-1]))
 
-        Raises: CheckpointError if the parts do not fit together.
+    def linear(self, parts: Sequence[Any], *, interleave: bool = False) -> Matrix:
+        """Pack a matrix [N, K] from parts stacked along N: float32, uint16 with bfloat16 bits, or all of them Stored.
+
+        Raises: CheckpointError if the parts do not fit together, or hold numbers that the quantization cannot.
         """
-        arrays = [_matrix_part(part) for part in parts]
-        if not arrays:
-            raise CheckpointError("a linear layer needs at least one part")
-        k = arrays[0].shape[1]
-        if any(a.shape[1] != k for a in arrays):
-            raise CheckpointError(f"parts of one matrix have different inner sizes: {[a.shape for a in arrays]}")
-        if interleave and (len(arrays) != 2 or arrays[0].shape != arrays[1].shape):
-            raise CheckpointError(f"gate and up must be two matrices of one shape, not {[a.shape for a in arrays]}")
-        n = sum(a.shape[0] for a in arrays)
-        panels = pad(n // 2) // 8 if interleave else pad(n) // 16
-        address = self._room_for(panels * 16 * pad(k) * self.act_bytes)
-        described = tuple((address_of(a), a.shape[0], a.dtype == np.float32) for a in arrays)
-        self.pool.pack(address, panels, k, pad(k), self.dtype == "float32", interleave, described)
-        return Matrix(address, n, k, panels, interleave)
+        return self._pack(parts, interleave, QUANTIZATIONS.get(self.quantization or "", "act"))
 
     def table(self, table: Any) -> Matrix:
         """An embedding table [V, d]: the same packed form, read row by row by embed, and as the tied head's matrix."""
-        return self.linear([table])
+        layout = QUANTIZATIONS.get(self.quantization or "", "act")
+        return self._pack([table], False, "act" if layout == "act" else "int8")
+
+    def summary(self) -> str:
+        """What the matrices became, for people: "int8 212 (134.5 M, 8.1 bits each)"."""
+        return ", ".join(
+            f"{self.dtype if name == 'act' else name} {count} ({weights / 1e6:.1f} M, {nbytes * 8 / weights:.2f} bits each)"
+            for name, (count, weights, nbytes) in self.packed.items()
+        )
+
+    def _pack(self, parts: Sequence[Any], interleave: bool, layout: str) -> Matrix:
+        if not parts:
+            raise CheckpointError("a linear layer needs at least one part")
+        shapes = [part.shape if isinstance(part, Stored) else _matrix_part(part).shape for part in parts]
+        k = shapes[0][1]
+        if any(shape[1] != k for shape in shapes):
+            raise CheckpointError(f"parts of one matrix have different inner sizes: {shapes}")
+        if interleave and (len(parts) != 2 or shapes[0] != shapes[1]):
+            raise CheckpointError(f"gate and up must be two matrices of one shape, not {shapes}")
+        n = sum(shape[0] for shape in shapes)
+        panels = pad(n // 2) // 8 if interleave else pad(n) // 16
+        pieces: list[Panels] = []
+        for name, group in groupby(parts, lambda part: part.type if isinstance(part, Stored) else layout):
+            first = pieces[-1].first + pieces[-1].count if pieces else 0
+            held = list(group)
+            rows = sum(part.shape[0] for part in held)
+            last = first * 16 + rows == n
+            pieces.append(self._pack_piece(held, name, k, first, panels - first if last or interleave else rows // 16, interleave))
+        return Matrix(n, k, tuple(pieces), interleave)
+
+    def _pack_piece(self, parts: list[Any], layout: str, k: int, first: int, count: int, interleave: bool) -> Panels:
+        """Parts that become one layout. The bytes are a function of the parts, the layout and the compute dtype alone."""
+        number = self.layouts[layout][0]
+        nbytes = count * (self.layout_bytes(number, pad(k))[0] if number else 16 * pad(k) * self.act_bytes)
+        address = self._room_for(nbytes)
+        held = [np.ascontiguousarray(part.raw) if isinstance(part, Stored) else _matrix_part(part) for part in parts]
+        described = tuple((address_of(a), a.shape[0], a.strides[0], KINDS[a.dtype.type]) for a in held)
+        if not self.pool.pack(address, number, count, k, pad(k), self.dtype == "float32", interleave, described):
+            raise CheckpointError(f"a matrix holds numbers beyond what the scales of {layout} can: another quantization, or none, is needed")
+        self._count(layout, 1, sum(a.shape[0] for a in held) * k, nbytes)
+        return Panels(address, count, nbytes, number, first)
+
+    def _count(self, layout: str, matrices: int, weights: int, nbytes: int) -> None:
+        found = self.packed.get(layout, (0, 0, 0))
+        self.packed[layout] = (found[0] + matrices, found[1] + weights, found[2] + nbytes)
 
     def vector(self, parts: Sequence[Any]) -> Vector:
         """A norm weight or a bias from parts joined, in float32. Raises: CheckpointError if a part is no vector."""
@@ -142,17 +197,19 @@ class NativeProvider:
     @property
     def packing(self) -> str:
         """All that decides, besides the weights, what their packed bytes and handles are."""
-        return f"native packing {PACKING}, {self.dtype}, library {_library_hash()}"
+        return f"native packing {PACKING}, {self.dtype}, {self.quantization}, library {_library_hash()}"
 
     def image(self, handles: Mapping[str, Any]) -> tuple[Image, dict[str, Any]]:
         """All that was packed so far as one piece of memory, and what else ``adopt`` has to know."""
-        return take(handles, self._places, self._view), {"weight_bytes": self.weight_bytes}
+        return take(handles, self._places, self._view), {"weight_bytes": self.weight_bytes, "packed": self.packed}
 
     def adopt(self, description: Mapping[str, Any], memory: np.ndarray) -> dict[str, Any]:
         """The handles of an image that a provider of the same ``packing`` made; ``memory`` is kept. Raises: as image.rebuild does."""
         handles = dict(rebuild(description["handles"], HANDLES, memory, address_of(memory)))
         self._maps.append(memory)
         self.weight_bytes += description["weight_bytes"]
+        for layout, counts in description["packed"].items():
+            self._count(layout, *counts)
         return handles
 
     def checksum(self, data: np.ndarray) -> int:

@@ -19,11 +19,11 @@ from octavo.ops.table import SLOT_FIELDS, STEP_FIELDS
 MAX_HEAD_DIM = 512
 SAMPLE_ROWS = 64
 _OP = struct.Struct("<2i10Q12i4f")
-_EMBED, _NORM, _LINEAR, _ROPE_TABLE, _ROPE_STORE, _ATTENTION, _TAKE_ROWS, _SAMPLE = range(8)
-_NAMES = ("embed", "norm", "linear", "rope table", "rope+store", "attention", "take rows", "sample")
+_EMBED, _NORM, _LINEAR, _ROPE_TABLE, _ROPE_STORE, _ATTENTION, _TAKE_ROWS, _SAMPLE, _QUANTIZE = range(9)
+_NAMES = ("embed", "norm", "linear", "rope table", "rope+store", "attention", "take rows", "sample", "quantize")
 _STORE, _RESIDUAL, _SILU_MUL = range(3)
 _ROWS = {"T": 0, "R": 1, "tile": 2}
-_F32, _FUSED = 1, 2
+_F32, _FUSED, _NORMS = 1, 2, 4
 _KV_TYPES = {"bfloat16": 0, "float32": 1, "fp8_e4m3": 2, "int8": 3, "int4": 4}
 _FORWARD, _SAMPLE_SEGMENT = 1, 2
 
@@ -34,13 +34,23 @@ def pad(n: int, to: int = 32) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """A packed matrix [n, k]: panels of 16 rows of it at ``address``. ``interleaved``: gate and up in turns."""
+class Panels:
+    """Panels of 16 rows of a matrix in one layout (0: the compute dtype), the first of them its panel ``first``."""
 
     address: int
+    count: int
+    nbytes: int
+    layout: int = 0
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A packed matrix [n, k]. ``interleaved``: panels of gate and up in turns. Several pieces: a file's parts in several types."""
+
     n: int
     k: int
-    panels: int
+    pieces: tuple[Panels, ...]
     interleaved: bool = False
 
 
@@ -59,15 +69,15 @@ class Vector:
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """A handle: activations [rows, cols], rows symbolic. ``kind``: f32, or act."""
+    """A handle: activations [rows, cols], rows symbolic. ``kind``: f32, act, or quantized."""
 
     kind: str
     rows: str  # T | R | tile
     cols: int
     row_bytes: int
     address: int = 0
-    first: int = 0  # index of the op that writes it, and of the last one that reads it
-    last: int = 0
+    first: int = -1  # index of the op that writes it first, and of the last one that reads it
+    last: int = -1
     same: "Buffer | None" = None  # shares its memory: written in place
     norm: tuple["Buffer", Vector, float] | None = None  # what made it, if a norm did: a linear op may do it again
 
@@ -80,6 +90,7 @@ class OpInfo:
     rows: str  # T | R | tile: what it is done for
     weight_bytes: int = 0  # packed weights that it reads (embed: of a row)
     products: int = 0  # multiply-adds for a row
+    codes: bool = False  # they are of bytes: weights and activations are quantized
 
 
 @dataclass(slots=True)
@@ -118,6 +129,7 @@ class Recorder:
         self._sample: list[_Recorded] = []
         self._keep: list[Any] = []
         self._ropes: dict[Any, Buffer] = {}
+        self._quantized: dict[tuple[int, int], Buffer] = {}  # by input and layout
         self._vocab = 0
         self._group = 0
 
@@ -126,9 +138,13 @@ class Recorder:
     def embed(self, table: Matrix) -> Buffer:
         """See Ops."""
         self._vocab = table.n
+        if len(table.pieces) != 1:
+            raise ConfigError("embed needs a table made in one piece")
+        (panels,) = table.pieces
         out = self._buffer("f32", "T", table.k)
-        info = OpInfo("embed", "T", pad(table.k) * self.provider.act_bytes)
-        self._emit(_EMBED, [address_of(self.step["tokens"]), table.address, out], ["T", pad(table.k), pad(table.k)], out=out, info=info)
+        info = OpInfo("embed", "T", panels.nbytes // max(panels.count * 16, 1))
+        numbers = ["T", pad(table.k), pad(table.k), panels.layout]
+        self._emit(_EMBED, [address_of(self.step["tokens"]), panels.address, out], numbers, out=out, info=info)
         return out
 
     def norm(self, x: Buffer, weight: Vector, eps: float) -> Buffer:
@@ -167,13 +183,27 @@ class Recorder:
         out = self._buffer("act" if gated else "f32", x.rows, cols)
         out.same = residual
         epilogue = _SILU_MUL if gated else _RESIDUAL if residual is not None else _STORE
-        self._emit(
-            _LINEAR,
-            [x, weight.address, bias_address, residual, out],
-            [x.rows, pad(x.cols), weight.panels, epilogue, pad(cols)],
-            out=out, info=self._linear_info("linear", x.rows, weight),
-        )
+        for panels in weight.pieces:
+            quantized = self._quantize(x, panels.layout)
+            operands = [x, panels.address, bias_address, residual, out, None, None, quantized]
+            flags = _FUSED if quantized else 0
+            numbers = [x.rows, pad(x.cols), panels.count, epilogue, pad(cols), 0, panels.layout, panels.first]
+            info = self._linear_info("linear", x.rows, weight, panels)
+            self._emit(_LINEAR, operands, numbers, out=out, flags=flags, info=info)
         return out
+
+    def _quantize(self, x: Buffer, layout: int) -> Buffer | None:
+        """The buffer of x's quantized rows, and once per input and layout the op that fills it; None for the compute dtype."""
+        if layout == 0:
+            return None
+        key = (id(x), layout)
+        if key not in self._quantized:
+            out = self._buffer("quantized", x.rows, x.cols)
+            out.row_bytes = self.provider.layout_bytes(layout, pad(x.cols))[1]
+            operands = [x, None, None, None, None, None, None, out]
+            self._emit(_QUANTIZE, operands, [x.rows, pad(x.cols), 0, 0, 0, 0, layout], out=out, flags=_FUSED)
+            self._quantized[key] = out
+        return self._quantized[key]
 
     def rope_store(self, qkv: Buffer, layer: int, rope: Any) -> Buffer:
         """See Ops."""
@@ -223,9 +253,13 @@ class Recorder:
         logits = self._buffer("f32", "tile", weight.n)
         logits.last = 1 << 30
         self.logits = logits
-        numbers = ["tile", pad(weight.k), weight.panels, _STORE, pad(weight.n)]
-        info = self._linear_info("head", "tile", weight)
-        self._sample.append(_Recorded(_LINEAR, self._flag, [x, weight.address, 0, None, logits], numbers, [], info))
+        for panels in weight.pieces:
+            quantized = self._quantize(x, panels.layout)
+            if quantized is not None:
+                quantized.last = 1 << 30
+            numbers = ["tile", pad(weight.k), panels.count, _STORE, pad(weight.n), 0, panels.layout, panels.first]
+            operands = [x, panels.address, 0, None, logits, None, None, quantized]
+            self._sample.append(_Recorded(_LINEAR, self._flag, operands, numbers, [], self._linear_info("head", "tile", weight, panels)))
         self._sample.append(_Recorded(_SAMPLE, self._flag, [logits], ["tile", pad(weight.n)], [], OpInfo("sample", "tile")))
 
     # From calls to a program.
@@ -267,26 +301,37 @@ class Recorder:
         return NativeProgram(program, arena, arena_bytes, np.float32 if self.provider.act_bytes == 4 else np.uint16, infos)
 
     def _fuse_norms(self) -> None:
-        """A norm with one reader, a linear op: with few rows the linear op norms its input itself, in every thread."""
-        readers: dict[int, list[int]] = {}
-        for index, op in enumerate([*self._forward, *self._sample]):
-            for operand in op.operands:
-                if isinstance(operand, Buffer):
-                    readers.setdefault(id(operand), []).append(index)
-        for op in self._forward:
-            x = op.operands[0]
-            if op.code != _LINEAR or x.norm is None or x.last >= 1 << 30 or len(readers[id(x)]) != 2:
+        """A norm that only linear ops read is not stored: with few rows they norm their input themselves, in every thread.
+
+        With many rows an op of the compute dtype still needs it stored, once; quantized ones need the norm in their quantize op only.
+        """
+        readers: dict[int, list[_Recorded]] = {}
+        for op in [*self._forward, *self._sample]:
+            if isinstance(op.operands[0], Buffer):
+                readers.setdefault(id(op.operands[0]), []).append(op)
+        for norm_op in [op for op in self._forward if op.code == _NORM]:
+            x = norm_op.operands[2]
+            found = readers.get(id(x), [])
+            if x.last >= 1 << 30 or not found or any(op.code not in (_LINEAR, _QUANTIZE) for op in found):
                 continue
+            integer = all(op.operands[7] is not None for op in found)
+            assert x.norm is not None
             source, weight, eps = x.norm
-            if self._written_between(source, x):
+            if self._written_between(source, x) or not (integer or len(found) == 1):
                 continue
-            norm_op = next(o for o in self._forward if o.code == _NORM and o.operands[2] is x)
-            norm_op.flags |= _FUSED
-            op.flags |= _FUSED
-            op.operands += [source, weight.address]
-            op.numbers.append(x.cols)
-            op.floats.append(eps)
+            for op in found:
+                op.flags |= _FUSED | (_NORMS if integer else 0)
+                op.operands[5:7] = [source, weight.address]
+                op.numbers[5] = x.cols
+                op.floats[:] = [eps]
+                if integer:
+                    op.operands[0] = None
             source.last = max(source.last, x.last)
+            if integer:
+                self._forward.remove(norm_op)
+                self._buffers.remove(x)
+            else:
+                norm_op.flags |= _FUSED
 
     def _written_between(self, source: Buffer, normed: Buffer) -> bool:
         """Whether ``source`` may be overwritten in place by the time that ``normed`` is read."""
@@ -328,17 +373,18 @@ class Recorder:
         return buffer
 
     def _emit(self, code: int, operands: list[Any], numbers: list[Any], floats: Sequence[float] = (), *, out: Buffer,
-              info: OpInfo | None = None) -> None:
+              flags: int = 0, info: OpInfo | None = None) -> None:
         index = len(self._forward)
-        out.first = out.last = index
+        if out.first < 0:  # else another piece of it was written before
+            out.first = index
         for operand in operands:
             if isinstance(operand, Buffer):
                 operand.last = max(operand.last, index)
-        self._forward.append(_Recorded(code, self._flag, operands, numbers, list(floats), info or OpInfo(_NAMES[code], numbers[0])))
+        self._forward.append(_Recorded(code, self._flag | flags, operands, numbers, list(floats), info or OpInfo(_NAMES[code], numbers[0])))
 
-    def _linear_info(self, name: str, rows: str, weight: Matrix) -> OpInfo:
-        weight_bytes = weight.panels * 16 * pad(weight.k) * self.provider.act_bytes
-        return OpInfo(f"{name} {weight.k}→{weight.n}", rows, weight_bytes, weight.k * weight.n)
+    def _linear_info(self, name: str, rows: str, weight: Matrix, panels: Panels) -> OpInfo:
+        share = panels.count * 16 if len(weight.pieces) > 1 else weight.n
+        return OpInfo(f"{name} {weight.k}→{share}", rows, panels.nbytes, weight.k * share)
 
     def _rope_table(self, rope: Any) -> Buffer:
         """Cosines and sines of the step's positions: one op for each distinct rope, before its first use."""

@@ -45,6 +45,9 @@ class Ops(Protocol):
         act None → [n, N] float32. act "silu_mul": the weight is gate and up stacked (rows), the result
         silu(gate)·up in float32, rounded to act, [n, N/2]; its bias is gate's and up's, one after the other.
         residual → residual + result, float32, the new residual stream.
+
+        A quantized weight: each row of x is quantized by groups first (8 bits, symmetric, scale = largest magnitude / 127), from
+        its act values; sums of products are whole numbers inside a group. See docs/decisions/0010.
         """
 
     def rope_store(self, qkv: Handle, layer: int, rope: Any) -> Handle:
@@ -172,14 +175,29 @@ class KvStore(Protocol):
         """Fill a block with bytes that read_block gave, of this store or of one of the same kind and shape."""
 
 
+class Stored(NamedTuple):
+    """A matrix as its file holds it. ``raw``: uint8 [rows, bytes of a row]. ``numbers()``: the same, dequantized to float32."""
+
+    type: str  # "Q4_0", …
+    raw: Any
+    shape: tuple[int, ...]
+    numbers: Callable[[], Any]
+
+
 class Provider(Protocol):
     """Loads weights into its own format and binds models. Host tensors are numpy: float32, or uint16 holding bfloat16 bits."""
 
+    quantization: str | None
+
+    def keeps(self, types: Sequence[str], shapes: Sequence[tuple[int, ...]], interleave: bool) -> bool:
+        """Whether ``linear`` and ``table`` take these parts as ``Stored``, in the types that the file has."""
+
     def linear(self, parts: Sequence[Any], *, interleave: bool = False) -> Handle:
-        """A matrix [N, K], given as parts stacked along N. ``interleave``: two parts, gate and up, for act="silu_mul"."""
+        """A matrix [N, K], given as parts stacked along N (all of them ``Stored``, or none). ``interleave``: two parts, gate
+        and up, for act="silu_mul". Quantized, if the provider was made so."""
 
     def table(self, table: Any) -> Handle:
-        """An embedding table [V, d], also usable as the head's matrix (tied)."""
+        """An embedding table [V, d], also usable as the head's matrix (tied), or the head's own. At least 8 bits, unless stored in fewer."""
 
     def vector(self, parts: Sequence[Any]) -> Handle:
         """A norm weight or a bias, parts joined; kept in float32."""

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from octavo.errors import ConfigError
+from octavo.ops.table import Stored
 from octavo.ops.torch_kv import DTYPES, TorchKvStore
+from octavo.ops.torch_quant import Quantized, int4, int8
 from octavo.ops.torch_sampler import sample_tile
 
 PARTITION = 256  # absolute positions whose softmax is one piece
@@ -20,33 +22,51 @@ TILE = 64  # rows of the head at once
 
 
 class TorchProvider:
-    """Weights as torch tensors, programs as plain calls. ``dtype``: bfloat16 | float32, the compute dtype ("act")."""
+    """Weights as torch tensors, programs as plain calls. ``dtype``: bfloat16 | float32, the compute dtype ("act").
 
-    def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
+    ``quantization``: None, or int8 | int4 | int4_g128 | gguf, as in NativeProvider.
+    """
+
+    def __init__(self, dtype: str = "float32", device: str = "cpu", quantization: str | None = None) -> None:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}", "dtype")
         self.dtype = dtype
         self.act = DTYPES[dtype]
         self.device = torch.device(device)
+        self.quantization = quantization
 
-    def linear(self, parts: Sequence[Any], *, interleave: bool = False) -> torch.Tensor:
-        """[N, K] in act: the parts stacked. ``interleave`` changes nothing here: gate stays above up."""
-        return torch.cat([self._matrix(part) for part in parts])
+    def keeps(self, types: Sequence[str], shapes: Sequence[tuple[int, ...]], interleave: bool) -> bool:
+        """Types with groups of 32, as ggml multiplies them with its own 8 bits."""
+        return self.quantization == "gguf" and all(kind[:2] in ("Q4", "Q5", "Q6", "Q8") for kind in types)
 
-    def table(self, table: Any) -> torch.Tensor:
-        """[V, d] in act."""
-        return self._matrix(table)
+    def linear(self, parts: Sequence[Any], *, interleave: bool = False) -> "torch.Tensor | Quantized":
+        """[N, K] in act, or quantized: the parts stacked. ``interleave`` changes nothing here: gate stays above up."""
+        if isinstance(parts[0], Stored):
+            return Quantized(torch.cat([self._numbers(part.numbers()) for part in parts]), 32)
+        if self.quantization in (None, "gguf"):
+            return torch.cat([self._matrix(part) for part in parts])
+        whole = torch.cat([self._numbers(part) for part in parts])
+        return int8(whole) if self.quantization == "int8" else int4(whole, 128 if self.quantization == "int4_g128" else 32)
+
+    def table(self, table: Any) -> "torch.Tensor | Quantized":
+        """[V, d] in act, in 8 bits where matrices are quantized, or as stored."""
+        if isinstance(table, Stored):
+            return Quantized(self._numbers(table.numbers()), 32)
+        return self._matrix(table) if self.quantization in (None, "gguf") else int8(self._numbers(table))
 
     def vector(self, parts: Sequence[Any]) -> torch.Tensor:
         """[n] in float32."""
         return torch.from_numpy(np.concatenate([np.asarray(part, np.float32) for part in parts])).to(self.device)
 
     def _matrix(self, array: Any) -> torch.Tensor:
+        return self._numbers(array).to(self.act)
+
+    def _numbers(self, array: Any) -> torch.Tensor:
         array = np.ascontiguousarray(array)
         if not array.flags.writeable:  # a view of a mapped file: torch wants memory that it may write
             array = array.copy()
         held = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_numpy(array)
-        return held.to(self.device, self.act)
+        return held.to(self.device, torch.float32)
 
     def kv_store(self, kv_spec: Any, num_blocks: int) -> TorchKvStore:
         """Memory for the blocks."""
@@ -67,7 +87,7 @@ class TorchProgram:
         self.provider = provider
         self.model, self.weights, self.spec = model, weights, spec
         self.step, self.slots, self.kv = step, slots, kv
-        self._head: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._head: tuple[torch.Tensor, torch.Tensor | Quantized] | None = None
 
     @torch.inference_mode()
     def forward(self) -> None:
@@ -93,7 +113,9 @@ class TorchProgram:
         return _product(*self._head)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: "torch.Tensor | Quantized") -> torch.Tensor:
+    if isinstance(weight, Quantized):
+        return weight.product(x)
     return torch.nn.functional.linear(x.float(), weight.float())
 
 
@@ -118,15 +140,15 @@ class _StepOps:
     def _index(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(np.asarray(array, np.int64)).to(self.device)
 
-    def embed(self, table: torch.Tensor) -> torch.Tensor:
-        return table[self.tokens].float()
+    def embed(self, table: "torch.Tensor | Quantized") -> torch.Tensor:
+        return (table.weight if isinstance(table, Quantized) else table)[self.tokens].float()
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight).to(self.act)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, act: str | None = None,
+    def linear(self, x: torch.Tensor, weight: "torch.Tensor | Quantized", *, bias: torch.Tensor | None = None, act: str | None = None,
                residual: torch.Tensor | None = None) -> torch.Tensor:
-        out = torch.nn.functional.linear(x.float(), weight.float(), bias)
+        out = _product(x, weight) if bias is None else _product(x, weight) + bias
         if act == "silu_mul":
             gate, up = out.chunk(2, dim=-1)
             return (torch.nn.functional.silu(gate) * up).to(self.act)
@@ -159,7 +181,7 @@ class _StepOps:
     def take_rows(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.rows]
 
-    def head(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def head(self, x: torch.Tensor, weight: "torch.Tensor | Quantized") -> "tuple[torch.Tensor, torch.Tensor | Quantized]":
         return x, weight
 
 

@@ -89,6 +89,18 @@ def dequantize(raw: "np.ndarray", type_name: str, tensor: str = "?") -> "np.ndar
     return out.reshape(rows, -1)
 
 
+# At which bytes of a block a float16 lies: types whose scales can be checked without dequantizing.
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def scales_finite(raw: "np.ndarray", type_name: str) -> bool:
+    """Whether all float16 scales and minima in stored rows are finite. uint8 [rows, bytes of a row]; types of HALVES."""
+    import numpy as np
+
+    blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_TYPES[type_name].nbytes)
+    return not any(((blocks[:, at + 1] & 0x7C) == 0x7C).any() for at in HALVES[type_name])
+
+
 def _expanders() -> "dict[str, Callable[[np.ndarray, np.ndarray], None]]":
     """By type: write the numbers of blocks uint8 [n, nbytes] to float32 [n, block]."""
     from octavo.quant import ggml_k, ggml_legacy

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.config import NO_BLOCK
 from octavo.core.step import PlanItem, SlotInit
 from octavo.ops.table import SLOT_FIELDS
 from octavo.runner.masks import TokenMask
@@ -119,9 +120,9 @@ class Slots:
             self._publish(slot, state)
 
     def extend(self, slot: int, blocks: list[int]) -> None:
-        """Append blocks to a slot's table."""
+        """Append blocks to a slot's table. NO_BLOCK, behind the window of every row to come, stands there as block 0: nothing of it is read."""
         have = int(self.num_blocks[slot])
-        self.arrays["block_table"][slot, have : have + len(blocks)] = blocks
+        self.arrays["block_table"][slot, have : have + len(blocks)] = blocks if NO_BLOCK not in blocks else np.maximum(blocks, 0)
         self.num_blocks[slot] = have + len(blocks)
 
     def advance(self, slots: np.ndarray, tokens: np.ndarray) -> None:

@@ -85,7 +85,8 @@ class Predicted:
             end = min(request.num_prompt + self._lengths.expect(request.num_output), self._limit(request)) - 1  # the last is never computed
             left.append((max(end - known, 0), known + kv.block_size - 1))
         left.sort(reverse=True)
-        twice = sum(len(kv.table(request.id)) for request in self._running) - kv.ledger().live
+        ledger = kv.ledger()
+        twice = ledger.logical - ledger.live
         shared = twice * kv.block_size / len(left)  # of each, on average
         most = held = 0.0
         for place, (steps, now) in enumerate(left, 1):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from octavo.config import NO_BLOCK
 from octavo.core.request import Request
 from octavo.core.step import COPY, IN, OUT, Move, PlanItem, StepPlan, StepResult
 from octavo.kv.tier import SwapTier
@@ -90,7 +91,7 @@ class Preempter:
 
     def give_way(self, request: Request, table: Sequence[int], plan: int, *, sound: bool) -> Away:
         """Decide for a victim with these blocks, and note the moves. ``plan``: the number of the plan being made. Not
-        ``sound``: a step failed, and what is in the blocks is not known.
+        ``sound``: a step failed, and what is in the blocks is not known. What a window has left behind cannot be moved: recompute.
         """
         debt = self._debts.setdefault(request.id, _Debt())
         debt.computed = max(debt.computed, min(request.num_computed, len(request.tokens)))
@@ -100,7 +101,7 @@ class Preempter:
         lasting = 1.0 - self._spared
         swap = (known.count(None) + lasting * len(blocks)) * self._block_seconds
         recompute = lasting * useful * self._times.each(self._full_step)
-        if not blocks or not sound or self._mode == "recompute" or (self._mode == "auto" and swap >= recompute):
+        if not blocks or NO_BLOCK in blocks or not sound or self._mode == "recompute" or (self._mode == "auto" and swap >= recompute):
             return Away("recompute", 0, 0, recompute)
         slots = None if self.tier is None or self.failed else self.tier.put(request.id, useful, known, plan)
         if slots is None:

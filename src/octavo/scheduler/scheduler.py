@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.config import SchedulerConfig
+from octavo.config import NO_BLOCK, SchedulerConfig
 from octavo.core.output import Delta
 from octavo.core.request import Request, State
 from octavo.core.step import IN, PlanItem, SlotInit, SlotResult, StepPlan, StepResult
@@ -230,6 +230,7 @@ class Scheduler:
             take = pending if pending < budget else budget
             used = request.num_computed + take
             reserve = min(used + lookahead, self._limit(request) - 1) if lookahead else 0
+            kv.slide(request.id, request.num_computed)
             while (new_blocks := kv.grow(request.id, used, reserve)) is None:
                 victim = self.policy.victim(self.running)
                 gone = chosen.pop(victim, None)
@@ -300,7 +301,8 @@ class Scheduler:
         if parent is None or parent.state is not State.RUNNING or parent.num_computed < request.num_prompt or request.preemptions:
             return None
         # Its last row is computed again, with its own seed: never for a prompt of one token.
-        return self.kv.fork(parent.id, request.num_prompt - 1) if request.num_prompt > 1 else None
+        start = request.num_prompt - 1
+        return self.kv.fork(parent.id, start) if start > 0 and self.kv.reaches(parent.id, start) else None
 
     def _unpark(self, parent: Request) -> None:
         """Those that waited for this one's prompt go to their places in the queue."""
@@ -466,6 +468,7 @@ class Scheduler:
         back = self._preempter.distrust(plan, since)
         for request_id in back:
             blocks.update(self.kv.table(request_id))
+        blocks.discard(NO_BLOCK)
         return blocks, back
 
     def _start_anew(self, why: str, blocks: set[int], requests: set[str]) -> None:

@@ -4,7 +4,8 @@ It sees what a runner sees (a plan, and what it remembers of each slot) and asse
 place of K and V each cell of the block memory holds a hash of the sequence up to and including its token; a step reads
 back every cell of its context through the block table, after all of the step's writes. So a wrong position, a stale, lost
 or overwritten block is found at the step that would have read it, and blocks are shared exactly by those whose sequences
-agree. A swap tier holds such cells, too, and moves are made in their order. What a move that failed (``breaks``) was to fill, and all that is
+agree. With a sliding ``window`` a row reads the last cells only, and what the table has behind them does not matter. A swap tier
+holds such cells, too, and moves are made in their order. What a move that failed (``breaks``) was to fill, and all that is
 computed from it, is spoilt, and so is the result: a token that is never the right one. The token after a sequence is a pure function of the
 sequence and the seed: a request has one right answer, whatever company, chunks and preemptions it meets.
 """
@@ -97,6 +98,7 @@ class SimExecutor:
         max_tokens: int | None = None,
         clock: VirtualClock | None = None,
         cost: Callable[[StepPlan], float] | None = None,
+        window: int | None = None,
         tier_slots: int = 0,
         block_seconds: float = 0.0,
         breaks: Callable[[Move], bool] = lambda move: False,
@@ -105,6 +107,7 @@ class SimExecutor:
         self.vocab = vocab
         self._num_slots = num_slots
         self._num_blocks = num_blocks
+        self._window = window
         self._max_tokens = max_tokens  # rows of the largest step
         self._clock = clock
         self._cost = cost
@@ -160,7 +163,7 @@ class SimExecutor:
                 self._slots[item.slot].computed = item.start  # what a prefix cache held
             _require(item.slot in self._slots, plan, item, "is empty")
             self._slots[item.slot].table.extend(item.new_blocks)
-            table = self._slots[item.slot].table
+            table = self._slots[item.slot].table[self._first(item) // self.block_size :]
             _require(all(0 <= block < self._num_blocks for block in table), plan, item, "is given a block out of range")
             _require(len(set(table)) == len(table), plan, item, "is given a block twice")
 
@@ -187,7 +190,7 @@ class SimExecutor:
         while spoilt := [item for item in items if any(self._memory[cell] == SPOILT for cell in self._cells(item))]:
             items = [item for item in items if item not in spoilt]
             for item in spoilt:
-                for cell in self._cells(item)[item.start :]:
+                for cell in self._cells(item, item.start):
                     self._memory[cell] = SPOILT
 
     def _check_item(self, plan: StepPlan, item: PlanItem, slot: _Slot) -> None:
@@ -223,10 +226,11 @@ class SimExecutor:
         state = 0
         scored = []
         spoilt = any(self._memory[cell] == SPOILT for cell in self._cells(item))
+        first = self._first(item)
         for position in range(start + len(item.tokens)):
             state = mix(state, slot.tokens[position])
-            cell = self._memory[self._cell(slot, position)]
-            _require(spoilt or cell == state, plan, item, f"the cell of position {position} was overwritten, or never written")
+            whole = spoilt or position < first or self._memory[self._cell(slot, position)] == state
+            _require(whole, plan, item, f"the cell of position {position} was overwritten, or never written")
             if item.score_from <= position < item.score_to:
                 scored.append(self._row(state, slot.tokens[position + 1], params.prompt_logprobs or 0))
         slot.computed = start + len(item.tokens)
@@ -239,10 +243,14 @@ class SimExecutor:
         rows = None if params.logprobs is None else [self._row(state, token, params.logprobs)]
         return SlotResult(item.slot, item.epoch, [token], rows, scored or None)
 
-    def _cells(self, item: PlanItem) -> list[int]:
-        """The cells of an item's whole context."""
+    def _first(self, item: PlanItem) -> int:
+        """The first position that an item's rows see."""
+        return 0 if self._window is None else max(0, item.start - self._window + 1)
+
+    def _cells(self, item: PlanItem, first: int | None = None) -> list[int]:
+        """The cells that an item's rows see, or those from a position on."""
         slot = self._slots[item.slot]
-        return [self._cell(slot, position) for position in range(item.start + len(item.tokens))]
+        return [self._cell(slot, at) for at in range(self._first(item) if first is None else first, item.start + len(item.tokens))]
 
     def _cell(self, slot: _Slot, position: int) -> int:
         return slot.table[position // self.block_size] * self.block_size + position % self.block_size

@@ -65,6 +65,11 @@ class Checkpoint:
             return ggml.dequantize(file.read(name), tensor.type, name).reshape(tensor.shape)
         raise UnsupportedError(f"tensor {name!r} is stored as {tensor.type}, which is not served; F32, BF16 and F16 are", name)
 
+    def read_stored(self, name: str) -> "np.ndarray":
+        """The bytes of a tensor as they are stored: a read-only view, uint8 [rows, bytes of a row]. Raises: CheckpointError."""
+        raw = self._home(name).read(name)
+        return raw.reshape(-1, raw.shape[-1])
+
     def close(self) -> None:
         """Give the files up."""
         for file in self._files:

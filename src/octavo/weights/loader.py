@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import CheckpointError
-from octavo.ops.table import Provider
-from octavo.quant import bf16
+from octavo.ops.table import Provider, Stored
+from octavo.quant import bf16, ggml
 from octavo.weights.packed import PackedStore
 from octavo.weights.rules import Ignored, Part, WeightRule
 
@@ -26,10 +26,10 @@ def load_weights(
     """Read every weight that the rules name and give it to the provider.
 
     ``layout`` ("hf" | "gguf") chooses the names. ``dtype``: matrices and tables are handed over as bfloat16 bits (uint16)
-    or float32, norms and biases always as float32. ``pairwise_rotary``: rows of rotary heads are put back to halves.
-    ``progress(done, total)`` counts bytes handed over. ``store``: where packed weights may be found, and are kept. Returns an
-    object with the rules' targets as attributes (``w.layers[3].qkv``); a rule without parts is None; without a rule for it the
-    head is the embedding.
+    or float32, norms and biases always as float32; to a provider that quantizes, matrices go as they are read, or as they
+    are stored, if it keeps that. ``pairwise_rotary``: rows of rotary heads are put back to halves. ``progress(done, total)``
+    counts bytes handed over. ``store``: where packed weights may be found, and are kept. Returns an object with the rules'
+    targets as attributes (``w.layers[3].qkv``); a rule without parts is None; without a rule for it the head is the embedding.
 
     Raises: CheckpointError naming missing, unexpected and misshapen tensors, before anything is read, and then the first
     tensor that holds a NaN or an infinity (also one that only the compute dtype makes of a number).
@@ -94,16 +94,39 @@ def _count(part: Part) -> int:
 
 
 def _make(checkpoint: Any, rule: WeightRule, provider: Provider, dtype: str, layout: str, pairwise_rotary: bool) -> Any:
+    if rule.kind != "vector":
+        names = [getattr(part, layout) for part in rule.parts]
+        if provider.keeps([checkpoint.dtype(name) for name in names], [part.shape for part in rule.parts], rule.interleave):
+            return _give(provider, rule, [_stored(checkpoint, name, part, pairwise_rotary) for name, part in zip(names, rule.parts)])
+    quantizes = rule.kind != "vector" and provider.quantization not in (None, "gguf")
+    kept = None if quantizes else "float32" if rule.kind == "vector" else dtype  # None: as it is read, to be rounded once
     tensors = []
     for part in rule.parts:
-        name, kept = getattr(part, layout), "float32" if rule.kind == "vector" else dtype
-        tensor = convert(checkpoint.read(name), kept)
+        name = getattr(part, layout)
+        tensor = checkpoint.read(name)
+        tensor = tensor if kept is None else convert(tensor, kept)
         if (where := first_not_finite(tensor)) is not None:
-            raise CheckpointError(f"{name} holds a number that is not finite in {kept}, at {list(where)}: damaged, or its training diverged", name)
+            precision = kept or checkpoint.dtype(name)
+            raise CheckpointError(
+                f"{name} holds a number that is not finite in {precision}, at {list(where)}: damaged, or its training diverged", name
+            )
         tensors.append(to_halves(tensor, part.rotary_heads) if pairwise_rotary and part.rotary_heads else tensor)
+    return _give(provider, rule, tensors)
+
+
+def _give(provider: Provider, rule: WeightRule, tensors: list[Any]) -> Any:
     if rule.kind == "linear":
         return provider.linear(tensors, interleave=rule.interleave)
     return provider.table(tensors[0]) if rule.kind == "table" else provider.vector(tensors)
+
+
+def _stored(checkpoint: Any, name: str, part: Part, pairwise_rotary: bool) -> Stored:
+    kind, raw = checkpoint.dtype(name), checkpoint.read_stored(name)
+    if not ggml.scales_finite(raw, kind):
+        raise CheckpointError(f"{name} holds a scale that is not finite: damaged, or its training diverged", name)
+    if pairwise_rotary and part.rotary_heads:
+        raw = to_halves(raw, part.rotary_heads)
+    return Stored(kind, raw, part.shape, lambda: ggml.dequantize(raw, kind, name).reshape(part.shape))
 
 
 def convert(tensor: "np.ndarray", dtype: str) -> "np.ndarray":

@@ -1,0 +1,88 @@
+// Linear layers with quantized weights: rows of act values are quantized (quant.h), multiplied, and finished as in linear.h.
+#pragma once
+
+using QuantFn = void (*)(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead, float *out, int64_t out_stride);
+struct QuantKernels {
+    QuantFn few, wide;  // up to QUANT_ROWS rows, up to WIDE_ROWS
+    void (*column)(const uint8_t *panel, int64_t kp, int64_t column, float *out);
+};
+#define OCTAVO_LAYOUT(ID) {quant_rows<ID>, quant_wide<ID>, quant_column<ID>}
+static constexpr QuantKernels QUANT[LAYOUT_COUNT] = {
+    {nullptr, nullptr, nullptr}, OCTAVO_LAYOUT(1), OCTAVO_LAYOUT(2), OCTAVO_LAYOUT(3), OCTAVO_LAYOUT(4), OCTAVO_LAYOUT(5),
+    OCTAVO_LAYOUT(6),            OCTAVO_LAYOUT(7), OCTAVO_LAYOUT(8), OCTAVO_LAYOUT(9), OCTAVO_LAYOUT(10)};
+#undef OCTAVO_LAYOUT
+
+// Row of act values, or of the residual stream behind a norm, to float32 act values and on to codes. `wide`: kp floats.
+template <class E> FN void quantize_act(const Op &op, int64_t row, float *wide, char *out) {
+    const int64_t kp = op.n[1];
+    if (op.flags & FLAG_NORM)
+        norm_row<E>((const float *)op.p[5] + row * kp, (const float *)op.p[6], op.f[0], op.n[5], kp, wide);
+    else
+        expand(wide, (const E *)op.p[0] + row * kp, kp);
+    quantize_row(LAYOUTS[op.n[6]], wide, kp, out);
+}
+
+// quantize. p: a, -, -, -, -, x and w of the norm (FLAG_NORM), out. n: rows kind, kp, -, -, -, d of the norm, layout. f: eps.
+template <class E> static void quantize(const Op &op, const Run &run, const Part &part) {
+    const int64_t bytes = act_row_bytes(LAYOUTS[op.n[6]], op.n[1]);
+    int64_t from, to;
+    share(part.rows, part.thread, run.threads, &from, &to);
+    for (int64_t t = from; t < to; t++) quantize_act<E>(op, t, (float *)run.scratch[part.thread], (char *)op.p[7] + t * bytes);
+}
+
+// linear, n[6] > 0. As quantize; p[1]: panels, p[2]: bias, p[3]: residual, p[4]: out, p[7]: the quantized rows.
+// n: as linear; n[7]: first panel of the results' columns. Up to FUSED_ROWS rows are quantized here, in every thread.
+template <class E> static void linear_quant(const Op &op, const Run &run, const Part &part) {
+    const LayoutInfo &l = LAYOUTS[op.n[6]];
+    const int64_t kp = op.n[1], stride = panel_bytes(l, kp), bytes = act_row_bytes(l, kp), first = op.n[7];
+    const int unit = op.n[3] == EPI_SILU_MUL ? 2 : 1;
+    const char *rows = (const char *)op.p[7] + part.row0 * bytes;
+    const uint8_t *w = (const uint8_t *)op.p[1];
+    const bool wide = part.rows > FUSED_ROWS;
+    const QuantFn multiply = wide ? QUANT[op.n[6]].wide : QUANT[op.n[6]].few;
+    const int block = wide ? WIDE_ROWS : QUANT_ROWS;
+    float acc[4 * WIDE_ROWS * LANES] __attribute__((aligned(64)));
+    // Rows `from` … `to` times np panels from p on; `ahead`: bytes to the panels that follow.
+    const auto compute = [&](int64_t from, int64_t to, int64_t p, int np, int64_t ahead) {
+        for (int64_t r = from; r < to; r += block) {
+            const int n = to - r < block ? (int)(to - r) : block;
+            multiply(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, r == from ? ahead : 0, acc, block * LANES);
+            finish<E>(op, part.row0 + r, n, first + p, np, acc, block * LANES);
+        }
+    };
+#ifdef OCTAVO_AMX
+    if (wide) configure(true);
+#endif
+    if (part.rows <= FEW_ROWS) {  // memory speed decides: every thread reads its share of the panels once, all rows ride along
+        int64_t from, to;
+        share(op.n[2] / unit, part.thread, run.threads, &from, &to);
+        from *= unit, to *= unit;
+        if (!wide && from < to) {
+            char *scratch = run.scratch[part.thread];
+            for (int r = 0; r < part.rows; r++) quantize_act<E>(op, part.row0 + r, (float *)(scratch + FUSED_ROWS * bytes), scratch + r * bytes);
+            rows = scratch;
+        }
+        const int fly = part.rows <= 2 ? 4 : wide ? WIDE_PANELS : unit;
+        for (int64_t p = from; p < to; p += fly) compute(0, part.rows, p, to - p < fly ? (int)(to - p) : fly, fly * stride);
+    } else {  // tasks of FEW_ROWS rows × 4 panels; a panel stays in the caches while rows pass by
+        const int64_t columns = (op.n[2] + 3) / 4, chunks = (part.rows + FEW_ROWS - 1) / FEW_ROWS;
+        for (int64_t task; (task = next_task(part.counter)) < columns * chunks;) {
+            const int64_t row0 = task / columns * FEW_ROWS, column = task % columns * 4;
+            const int64_t end = column + 4 < op.n[2] ? column + 4 : op.n[2], last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows;
+            for (int64_t p = column; p < end; p += WIDE_PANELS) compute(row0, last, p, end - p < WIDE_PANELS ? (int)(end - p) : WIDE_PANELS, 0);
+        }
+    }
+#ifdef OCTAVO_AMX
+    if (wide) configure(false);
+#endif
+}
+
+// embed from a quantized table. p and n as embed; n[3]: layout.
+static void embed_quant(const Op &op, const Run &, const Part &part, int threads) {
+    const int32_t *tokens = (const int32_t *)op.p[0];
+    const int64_t dp = op.n[1], ld = op.n[2], stride = panel_bytes(LAYOUTS[op.n[3]], dp);
+    int64_t from, to;
+    share(part.rows, part.thread, threads, &from, &to);
+    for (int64_t t = from; t < to; t++)
+        QUANT[op.n[3]].column((const uint8_t *)op.p[1] + tokens[t] / LANES * stride, dp, tokens[t] % LANES, (float *)op.p[2] + t * ld);
+}

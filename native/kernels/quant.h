@@ -1,0 +1,301 @@
+// Products of quantized activations and weights of few bits: whole numbers inside a step, float32 between steps.
+//
+// Contract, for one row and column. Activations, per group of `group` k (the last may be short): a = the largest magnitude
+// of the act values; scale = a / 127, code = x · (127 / a) to nearest even; both are 0 where a < 2^-60; scale is NaN where a
+// value is not finite. Then per step of `step` k, in order, every operation rounded, none fused:
+//     c ← c + (float(Σ code · (w - zero)) · act scale) · weight scale,      without the last factor for COLUMN
+//     c ← c + (act scale · float(Σ code)) · minimum,                        where the layout has minima
+// and at the end c · weight scale for COLUMN. The sums are exact. See include/layouts.h for the layouts.
+#pragma once
+
+FN NI nisplat(int32_t x) { return x - NI{}; }
+
+// Four successive products in each lane of 32 bits: acc + Σ code · act. Without VNNI they go in pairs of 16 bits, which hold
+// any byte, so nothing saturates; codes are split once for all rows, activations when they are quantized.
+#if defined(__AVX512VNNI__)
+constexpr int QUAD = 4;  // bytes of the activations of a quad
+struct Quad {
+    NU all;
+};
+FN Quad split(NU codes) { return {codes}; }
+FN NI dot4(NI acc, Quad w, const char *a) {
+    int32_t quad;
+    __builtin_memcpy(&quad, a, 4);
+    return (NI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w.all, _mm512_set1_epi32(quad));
+}
+#elif defined(OCTAVO_AMX)  // the emulated matrix units (tiles.h) read bytes, too
+constexpr int QUAD = 4;
+struct Quad {
+    NU all;
+};
+FN Quad split(NU codes) { return {codes}; }
+FN NI dot4(NI acc, Quad w, const char *a) {
+    for (int j = 0; j < 4; j++) acc += (NI)((w.all >> (8 * j)) & 255u) * nisplat((int8_t)a[j]);
+    return acc;
+}
+#else
+constexpr int QUAD = 8;
+struct Quad {
+    NU even, odd;
+};
+FN Quad split(NU codes) { return {codes & 0x00ff00ffu, (codes >> 8) & 0x00ff00ffu}; }
+FN NI dot4(NI acc, Quad w, const char *a) {
+    int32_t quad[2];
+    __builtin_memcpy(quad, a, 8);
+    return acc + dot_pairs((NS)w.even, nsplat_pair(quad[0])) + dot_pairs((NS)w.odd, nsplat_pair(quad[1]));
+}
+#endif
+
+// Quad q of a block, register v of it.
+template <int BITS> FN NU quad_of(const uint8_t *block, int q, int v) {
+    const int64_t at = v * OCTAVO_WIDTH * 4;
+    if constexpr (BITS == 8) return load<NU>(block + q * 64 + at);
+    NU low = load<NU>(block + q / 2 * 64 + at);
+    low = (q % 2 ? low >> 4 : low) & 0x0f0f0f0fu;
+    if constexpr (BITS == 5) {
+        const NU fifth = load<NU>(block + 256 + at);
+        return low | ((q < 4 ? fifth << (4 - q) : fifth >> (q - 4)) & 0x10101010u);
+    }
+    if constexpr (BITS == 6) {
+        const NU upper = load<NU>(block + 256 + q / 4 * 64 + at);
+        const int f = q % 4 * 2;
+        return low | ((f < 4 ? upper << (4 - f) : upper >> (f - 4)) & 0x30303030u);
+    }
+    return low;
+}
+
+FN NF half_to_float(const uint8_t *p) {  // OCTAVO_WIDTH values
+#if defined(__AVX512F__)
+    return (NF)_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(p));  // the plain one warns in gcc 12
+#elif defined(__F16C__)
+    return (NF)_mm256_cvtph_ps(load<__m128i>(p));
+#else
+    typedef uint16_t NH __attribute__((vector_size(OCTAVO_WIDTH * 2)));
+    const NU h = __builtin_convertvector(load<NH>(p), NU), sign = (h & 0x8000u) << 16, em = h & 0x7fffu;
+    const NU normal = (em << 13) + (112u << 23), special = normal + (112u << 23);
+    const NU small = (NU)(__builtin_convertvector((NI)em, NF) * nsplat(5.9604644775390625e-8f));
+    const NU u = (NI)em < 0x400 ? small : (NI)em < 0x7c00 ? normal : special;
+    return (NF)(u | sign);
+#endif
+}
+template <class T> FN NF bytes_to_float(const uint8_t *p) {
+    typedef T NB __attribute__((vector_size(OCTAVO_WIDTH)));
+    return __builtin_convertvector(__builtin_convertvector(load<NB>(p), NI), NF);
+}
+
+// Weight scale and minimum of step s, register v of the columns.
+template <int ID> FN void scales_of(const uint8_t *panel, int64_t kp, int64_t s, int v, NF *scale, NF *minimum) {
+    constexpr LayoutInfo L = LAYOUTS[ID];
+    const int64_t at = v * OCTAVO_WIDTH;
+    if constexpr (L.scale == SCALE_HALF) *scale = half_to_float(panel + s * 32 + at * 2);
+    if constexpr (L.scale == SCALE_HALF_MIN) *scale = half_to_float(panel + s * 64 + at * 2), *minimum = half_to_float(panel + s * 64 + 32 + at * 2);
+    if constexpr (L.scale == SCALE_FLOAT_MIN) *scale = load<NF>(panel + s * 128 + at * 4), *minimum = load<NF>(panel + s * 128 + 64 + at * 4);
+    if constexpr (L.scale == SCALE_SUPER)  // a step of 16
+        *scale = half_to_float(panel + s / 16 * 32 + at * 2) * bytes_to_float<int8_t>(panel + kp / 256 * 32 + s * 16 + at);
+    if constexpr (L.scale == SCALE_SUPER_MIN) {
+        const uint8_t *super = panel + s / 8 * 64 + at * 2, *small = panel + kp / 256 * 64 + s * 32 + at;
+        *scale = half_to_float(super) * bytes_to_float<uint8_t>(small);
+        *minimum = -(half_to_float(super + 32) * bytes_to_float<uint8_t>(small + 16));
+    }
+}
+
+// Rows of quantized activations, `ld` bytes apart: include/layouts.h.
+struct ActRows {
+    const char *row;
+    int64_t ld, scale, zeros, sums;  // bytes from a row to its parts
+};
+FN ActRows act_rows(const LayoutInfo &l, int64_t kp, const char *row) {
+    const int64_t steps = steps_of(l, kp), codes = kp / 4 * QUAD;
+    return {row, act_row_bytes(l, kp), codes, codes + steps * 4, codes + steps * 8};
+}
+
+// One row: act values in float32 to codes and what each step needs.
+FN void quantize_row(const LayoutInfo &l, const float *x, int64_t kp, char *row) {
+    const ActRows a = act_rows(l, kp, row);
+    float *scales = (float *)(row + a.scale), *sums = (float *)(row + a.sums);
+    int32_t *zeros = (int32_t *)(row + a.zeros);
+    for (int64_t k = 0, s = 0; k < kp; k += l.group) {
+        const int64_t end = k + l.group < kp ? k + l.group : kp;
+        I most = {};
+        for (int64_t i = k; i < end; i += LANES) {
+            const I bits = (I)(load<U>(x + i) & 0x7fffffffu);
+            most = bits > most ? bits : most;
+        }
+        int32_t top = most[0];
+        for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
+        const bool finite = top < 0x7f800000, any = finite && top >= 0x21800000;
+        const float largest = as_float((uint32_t)top);
+        const float scale = any ? largest / 127.0f : finite ? 0.0f : __builtin_nanf(""), inverse = any ? 127.0f / largest : 0.0f;
+        for (int64_t i = k; i < end; s++) {
+            const int64_t stop = i + l.step < end ? i + l.step : end;
+            I sum = {};
+            for (; i < stop; i += LANES) {
+                I q = nearest(load<F>(x + i) * inverse);
+                q = any ? q : I{};
+                sum += q;
+                typedef int8_t B __attribute__((vector_size(16)));
+                typedef int16_t S __attribute__((vector_size(32)));
+                const S order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+                if constexpr (QUAD == 4)
+                    store(row + i, __builtin_convertvector(q, B));
+                else
+                    store(row + i * 2, __builtin_shuffle(__builtin_convertvector(q, S), order));
+            }
+            int32_t total = 0;
+            for (int j = 0; j < LANES; j++) total += sum[j];
+            scales[s] = scale, zeros[s] = -l.zero * total, sums[s] = (float)total * scale;
+        }
+    }
+}
+
+// d += codes · activations for quads Q0 … Q1 of the block of 32 k at k.
+template <int ID, int MR, int NP, int Q0, int Q1>
+FN void quads(NI (&d)[NP][MR][NV], const char *a, int64_t ld, const uint8_t *block, int64_t stride, int64_t ahead) {
+    constexpr LayoutInfo L = LAYOUTS[ID];
+    if (ahead)
+#pragma GCC unroll 4
+        for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+            for (int i = L.bits * Q0 / 8; i < L.bits * Q1 / 8; i++) __builtin_prefetch(block + p * stride + ahead + i * 64, 0, 2);
+#pragma GCC unroll 8
+    for (int q = Q0; q < Q1; q++)
+#pragma GCC unroll 4
+        for (int p = 0; p < NP; p++)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                const Quad w = split(quad_of<L.bits>(block + p * stride, q, v));
+#pragma GCC unroll 8
+                for (int r = 0; r < MR; r++) d[p][r][v] = dot4(d[p][r][v], w, a + r * ld + q * QUAD);
+            }
+}
+
+template <int ID, int MR, int NP> FN void start_step(NI (&d)[NP][MR][NV], const ActRows &a, int64_t s) {
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++) {
+        const NI zero = LAYOUTS[ID].zero ? nisplat(((const int32_t *)(a.row + r * a.ld + a.zeros))[s]) : NI{};
+#pragma GCC unroll 4
+        for (int p = 0; p < NP; p++)
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) d[p][r][v] = zero;
+    }
+}
+
+template <int ID, int MR, int NP>
+FN void end_step(NF (&c)[NP][MR][NV], const NI (&d)[NP][MR][NV], const ActRows &a, int64_t s, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead) {
+    constexpr LayoutInfo L = LAYOUTS[ID];
+    (void)ahead;
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) {
+            NF scale = {}, minimum = {};
+            scales_of<ID>(w + p * stride, kp, s, v, &scale, &minimum);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) {
+                const char *row = a.row + r * a.ld;
+                NF t = __builtin_convertvector(d[p][r][v], NF) * ((const float *)(row + a.scale))[s];
+                if constexpr (L.scale != SCALE_COLUMN) t = t * scale;
+                c[p][r][v] = c[p][r][v] + t;
+                if constexpr (has_minimum(L)) c[p][r][v] = c[p][r][v] + minimum * ((const float *)(row + a.sums))[s];
+            }
+        }
+}
+
+// out[panel·out_stride + row·16] = MR rows · NP panels. `ahead`: bytes to what these streams need next; 0: no fetching.
+template <int ID, int MR, int NP>
+static __attribute__((noinline)) void quant_product(const ActRows &rows, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead, float *out,
+                                                    int64_t out_stride) {
+    constexpr LayoutInfo L = LAYOUTS[ID];
+    const ActRows a = rows;
+    const uint8_t *codes = w + scale_bytes(L, kp);
+    if (ahead)
+        for (int p = 0; p < NP; p++)
+            for (int64_t i = 0; i < scale_bytes(L, kp); i += 64) __builtin_prefetch(w + p * stride + ahead + i, 0, 2);
+    NF c[NP][MR][NV] = {};
+    NI d[NP][MR][NV];
+    for (int64_t k = 0, s = 0; k < kp; s++) {
+        start_step<ID, MR, NP>(d, a, s);
+        if constexpr (L.step >= 32) {
+            const int64_t end = k + L.step < kp ? k + L.step : kp;
+            for (; k < end; k += 32) quads<ID, MR, NP, 0, 8>(d, a.row + k / 4 * QUAD, a.ld, codes + k / 32 * code_bytes(L), stride, ahead);
+        } else {
+            const char *at = a.row + k / 4 * QUAD;
+            const uint8_t *block = codes + k / 32 * code_bytes(L);
+            quads<ID, MR, NP, 0, 4>(d, at, a.ld, block, stride, ahead);
+            end_step<ID, MR, NP>(c, d, a, s++, w, stride, kp, ahead);
+            start_step<ID, MR, NP>(d, a, s);
+            quads<ID, MR, NP, 4, 8>(d, at, a.ld, block, stride, ahead);
+            k += 32;
+        }
+        end_step<ID, MR, NP>(c, d, a, s, w, stride, kp, ahead);
+    }
+    for (int p = 0; p < NP; p++)
+        for (int r = 0; r < MR; r++)
+            for (int v = 0; v < NV; v++) {
+                NF y = c[p][r][v];
+                if constexpr (L.scale == SCALE_COLUMN) y = y * load<NF>(w + p * stride + v * OCTAVO_WIDTH * 4);
+                store<NF>(out + p * out_stride + r * LANES + v * OCTAVO_WIDTH, y);
+            }
+}
+
+// The same for `np` panels in a row and up to QUANT_ROWS rows. Rows between the sizes compiled are computed as the next
+// size: the rows behind the last are read from spare memory, and their results are thrown away.
+constexpr int QUANT_ROWS = OCTAVO_WIDTH == 16 ? 8 : 2;
+template <int ID>
+static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead, float *out,
+                       int64_t out_stride) {
+    int p = 0;
+#define OCTAVO_FLY(MR, NP) \
+    for (; p + NP <= np; p += NP) quant_product<ID, MR, NP>(a, w + p * stride, stride, kp, ahead, out + p * out_stride, out_stride)
+    if (rows == 1) {
+        if (OCTAVO_WIDTH == 16) OCTAVO_FLY(1, 4);
+        if (OCTAVO_WIDTH == 8) OCTAVO_FLY(1, 2);
+        OCTAVO_FLY(1, 1);
+    } else if (rows == 2) {
+        if (OCTAVO_WIDTH == 16) OCTAVO_FLY(2, 2);
+        OCTAVO_FLY(2, 1);
+    }
+#if OCTAVO_WIDTH == 16
+    else if (rows <= 4)
+        OCTAVO_FLY(4, 1);
+    else
+        OCTAVO_FLY(8, 1);
+#endif
+#undef OCTAVO_FLY
+}
+
+// One column of a panel as numbers: rows of a quantized embedding table.
+template <int ID> static void quant_column(const uint8_t *panel, int64_t kp, int64_t column, float *out) {
+    constexpr LayoutInfo L = LAYOUTS[ID];
+    const int v = (int)(column / OCTAVO_WIDTH), lane = (int)(column % OCTAVO_WIDTH);
+    const uint8_t *codes = panel + scale_bytes(L, kp);
+    const int64_t steps_in_block = L.step < 32 ? 32 / L.step : 1;
+    for (int64_t k = 0; k < kp; k += 32) {
+        const uint8_t *block = codes + k / 32 * code_bytes(L) + column * 4;
+        for (int q = 0; q < 8; q++) {
+            NF scale = {}, minimum = {};
+            if constexpr (L.scale == SCALE_COLUMN)
+                scale = load<NF>(panel + v * OCTAVO_WIDTH * 4);
+            else
+                scales_of<ID>(panel, kp, steps_in_block > 1 ? k / L.step + q / 4 : k / L.step, v, &scale, &minimum);
+            for (int j = 0; j < 4; j++) {
+                int32_t code;
+                if (L.bits == 8) {
+                    code = block[q * 64 + j];
+                } else {
+                    code = (block[q / 2 * 64 + j] >> (q % 2 * 4)) & 15;
+                    if (L.bits == 5) code |= ((block[256 + j] >> q) & 1) << 4;
+                    if (L.bits == 6) code |= ((block[256 + q / 4 * 64 + j] >> (q % 4 * 2)) & 3) << 4;
+                }
+                float y = (float)(code - L.zero) * scale[lane];
+                if (has_minimum(L)) y = y + minimum[lane];
+                out[k + q * 4 + j] = y;
+            }
+        }
+    }
+}
+
+#ifndef OCTAVO_AMX  // else: tiles_quant.h
+constexpr int WIDE_ROWS = QUANT_ROWS, WIDE_PANELS = 2;
+template <int ID> constexpr auto quant_wide = quant_rows<ID>;
+#endif
