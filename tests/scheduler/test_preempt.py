@@ -187,12 +187,12 @@ def test_whoever_ends_while_swapped_frees_its_slots(end: str) -> None:
     rig.until("b", "Preempted")
     assert rig.tier.num_used > 0
     if end == "abort":
-        rig.take([rig.scheduler.abort("b")])
+        rig.take(rig.scheduler.abort("b"))
     else:
         plan = rig.plan()
         rig.take(rig.scheduler.fail(plan, "broken"))  # ends a; b, which waits, is not concerned
         assert rig.tier.num_used > 0
-        rig.take([rig.scheduler.abort("b")])
+        rig.take(rig.scheduler.abort("b"))
     assert rig.tier.num_used == 0
     rig.drain()
 
@@ -209,7 +209,7 @@ def test_a_block_that_two_victims_share_goes_out_once() -> None:
     rig.scheduler.check()
     c, b = rig.scheduler.take_events()
     assert (c.blocks_swapped, b.blocks_swapped) == (6, 1) and rig.tier.num_used == 7
-    rig.take([rig.scheduler.abort("c")])
+    rig.take(rig.scheduler.abort("c"))
     assert rig.tier.num_used == 6  # b still holds what they shared
     rig.drain()
 
@@ -304,7 +304,7 @@ def test_blocks_that_could_not_be_filled_take_nobodys_key() -> None:
     rig.commit(rig.plan())
     back = [(e.request_id, e.swapped_tokens) for e in rig.of(Admitted)]
     assert back[-2:] == [("s", 16), ("x", 0)] and rig.of(Preempted, "s")[-1].how == "recompute" and evicted == 4
-    rig.take([rig.scheduler.abort("x")])
+    rig.take(rig.scheduler.abort("x"))
     rig.add("y", 17, 4, 2)
     rig.drain()
 
