@@ -9,6 +9,7 @@ _HOME = {
     "LLM": "octavo.engine.llm",
     "AsyncLLM": "octavo.engine.async_engine",
     "SamplingParams": "octavo.core.sampling",
+    **dict.fromkeys(("BeamSearchParams", "BeamSearchOutput", "BeamSearchSequence"), "octavo.engine.beams"),
     **dict.fromkeys(("RequestOutput", "CompletionOutput", "Logprob", "RequestMetrics"), "octavo.core.output"),
     **dict.fromkeys(
         ("OctavoError", "ConfigError", "CheckpointError", "UnsupportedError", "WorkerDied", "RemoteError", "RequestError", "InvalidRequest",
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from octavo.core.output import RequestOutput as RequestOutput
     from octavo.core.sampling import SamplingParams as SamplingParams
     from octavo.engine.async_engine import AsyncLLM as AsyncLLM
+    from octavo.engine.beams import BeamSearchOutput as BeamSearchOutput
+    from octavo.engine.beams import BeamSearchParams as BeamSearchParams
+    from octavo.engine.beams import BeamSearchSequence as BeamSearchSequence
     from octavo.engine.llm import LLM as LLM
     from octavo.errors import Cancelled as Cancelled
     from octavo.errors import CheckpointError as CheckpointError

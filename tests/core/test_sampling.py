@@ -117,7 +117,9 @@ def test_vllms_other_parameters_with_values_that_ask_for_nothing() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"best_of": 3}, {"n": 2, "best_of": 1.5}, {"use_beam_search": True}, {"output_kind": OutputKind.DELTA}, {"structured_outputs": {"regex": "a"}},
+    [{"best_of": 3}, {"n": 2, "best_of": 4}, {"use_beam_search": True, "top_p": 0.5}, {"use_beam_search": True, "stop": ["a"]},
+     {"use_beam_search": True, "temperature": 0.5}, {"use_beam_search": True, "repetition_penalty": 1.1},
+     {"output_kind": OutputKind.DELTA}, {"structured_outputs": {"regex": "a"}},
      {"logits_processors": [len]}, {"truncate_prompt_tokens": 5}, {"spaces_between_special_tokens": "no"}, {"extra_args": {"a": 1}}],
 )  # fmt: skip
 def test_vllms_other_parameters_that_ask_for_something(given: dict[str, Any]) -> None:

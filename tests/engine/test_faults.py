@@ -217,7 +217,7 @@ def test_texts_that_are_no_unicode_blame_their_field(llm: LLM) -> None:
 
 
 def test_what_vllms_users_call(llm: LLM) -> None:
-    with pytest.raises(UnsupportedError, match="beam search is not served"):
+    with pytest.raises(InvalidRequest, match="params must be BeamSearchParams, not object"):
         llm.beam_search(["z"], object())
     assert llm.generate("z", GREEDY, use_tqdm=False, lora_request=None)[0].outputs[0].finished()
     for call in (lambda: llm.generate("z", lora_request=object()), lambda: llm.chat([{"role": "user", "content": "z"}], lora_request=object())):

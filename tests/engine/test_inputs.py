@@ -136,3 +136,17 @@ def test_unseeded_requests_draw_from_the_engines_seed() -> None:
         return [r.seed for _ in range(4) for r in inputs.requests("r", Prompt(None, [1]), SamplingParams(n=2), (), arrival=0)]
 
     assert seeds(0) == seeds(0) and len({*seeds(0), *seeds(1)}) == 16
+
+
+def test_a_search_that_the_runner_cannot_serve_is_refused_with_the_numbers() -> None:
+    many = make(vocab=100_000)
+    many.check(SamplingParams(use_beam_search=True, n=255, max_tokens=4))  # the three ends of a small model
+    with pytest.raises(InvalidRequest, match="best_of is 300 and 6 tokens may end a beam: that is 2106 candidates a beam; at most 1024") as caught:
+        many.check(SamplingParams(use_beam_search=True, best_of=300, stop_token_ids=[1, 2, 3, 4]))
+    assert caught.value.param == "best_of"
+    make(vocab=50).check(SamplingParams(use_beam_search=True, best_of=40, stop_token_ids=[1, 2]))  # the whole vocabulary is enough
+    small = make(num_kv_blocks=5, block_size=4, max_num_seqs=8)
+    with pytest.raises(InvalidRequest, match="n is 9: a beam search runs as many sequences at once, and at most 8 run"):
+        small.check(SamplingParams(use_beam_search=True, n=9))
+    with pytest.raises(ContextTooLong, match="4 beams of a prompt of 8 tokens take 6 blocks of 4 at least, and the KV pool has 5"):
+        small.requests("a", Prompt(None, [1] * 8), SamplingParams(use_beam_search=True, n=4), (), arrival=0.0)

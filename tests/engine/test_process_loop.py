@@ -258,6 +258,7 @@ def test_preemption_is_in_the_batch() -> None:
     assert rig.ends == {"a": "length", "b": "length"}
     assert any(isinstance(e, Preempted) for b in rig.batches for e in b.events)
     assert rig.batches[-1].stats.preemptions > 0 and rig.batches[-1].stats.tokens_lost > 0 and rig.batches[-1].stats.kv_free == 4
+    assert rig.batches[-1].stats.tokens_recomputed == rig.batches[-1].stats.tokens_lost
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -301,3 +301,20 @@ def test_check_notices_each_kind_of_damage() -> None:
     kv._tables["a"].used = 7
     with pytest.raises(AssertionError, match="shares a block that is not full"):
         kv.check()
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_the_double_of_an_evicted_block_is_found_only_if_it_is_sound(sound: bool) -> None:
+    kv = KvManager(4, 2, prefix_caching=True)
+    tokens = [1, 2, 3]
+    for name in ("a", "b"):
+        keys = kv.root("", "")
+        assert kv.admit(name, NO_MATCH, 3, None, keys)
+        kv.grow(name, 3)
+        kv.seal(name, tokens, 3)
+        if name == "a":
+            kv.release("a")
+    assert kv.admit("c", NO_MATCH, 4) and kv.match(tokens, kv.root("", "")) == NO_MATCH  # what a left was evicted
+    kv.release("b", sound)
+    kv.check()
+    assert kv.match(tokens, kv.root("", "")).num_tokens == (2 if sound else 0)

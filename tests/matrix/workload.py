@@ -17,6 +17,7 @@ def requests(vocab: int, count: int, max_prompt: int, max_tokens: int) -> list[t
         {"temperature": 0.8, "seed": 11, "logprobs": 1},
         {"temperature": 1.0, "top_k": 20, "seed": 12},
         {"temperature": 1.3, "top_p": 0.8, "seed": 13, "logprobs": 0},
+        {"use_beam_search": True, "n": 2, "logprobs": 2},
         {"temperature": 0.9, "min_p": 0.05, "seed": -14},
         {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
         {"temperature": 0.7, "presence_penalty": 0.6, "frequency_penalty": 0.4, "seed": 15, "logprobs": 2},
@@ -25,6 +26,8 @@ def requests(vocab: int, count: int, max_prompt: int, max_tokens: int) -> list[t
         {"temperature": 0.6, "seed": 16, "logit_bias": {5: 4.0, 9: -100.0}, "logprobs": 4},
         {"temperature": 1.0, "seed": 17, "n": 2, "logprobs": 1},
         {"temperature": 0.0, "allowed_token_ids": list(range(3, min(vocab, 203))), "min_tokens": 2},
+        {"use_beam_search": True, "n": 4, "length_penalty": 2.0, "early_stopping": "never", "logprobs": 0},
+        {"use_beam_search": True, "n": 2, "best_of": 3, "length_penalty": -1.0, "early_stopping": True, "logprobs": 1},
     ]
     out = []
     for i in range(count):
@@ -34,6 +37,9 @@ def requests(vocab: int, count: int, max_prompt: int, max_tokens: int) -> list[t
             earlier = out[i - 2][0]
             prompt[: len(earlier) * 3 // 4] = earlier[: min(len(earlier) * 3 // 4, len(prompt))]
         params = {"max_tokens": rng.randint(max(1, max_tokens // 2), max_tokens), "ignore_eos": i % 3 != 0, **kinds[i % len(kinds)]}
+        if "use_beam_search" in params:  # a search must fit the smallest pool alone, or it is cut there
+            params["max_tokens"] = min(params["max_tokens"], 12)
+            prompt = prompt[:20] if max(params["n"], params.get("best_of", 0)) > 2 else prompt[:70]
         out.append((prompt, params))
     return out
 

@@ -16,7 +16,7 @@ from octavo.simulate.executor import SimExecutor
 
 def request(name: str, prompt: int, output: int, most: int) -> Request:
     """One that has ``output`` tokens so far and may have ``most``."""
-    return Request(name, [1] * prompt, SamplingParams(), prompt + most, tokens=[1] * (prompt + output))
+    return Request(name, [1] * prompt, SamplingParams(), prompt + most, limit=prompt + most, tokens=[1] * (prompt + output))
 
 
 def learned(*lengths: int, quantile: float = 0.5) -> OutputLengths:
@@ -66,7 +66,7 @@ def test_the_peak_bounds_what_a_run_of_the_expectation_uses(cases: list[tuple[in
     kv, size = KvManager(10_000, 16), 16
     lengths = learned(*[length] * FEW)
     requests = [request(f"r{i}", prompt, output, output + more) for i, (prompt, output, more) in enumerate(cases)]
-    predicted = Predicted([], kv, lambda r: r.max_total, lengths)
+    predicted = Predicted([], kv, lengths)
     ends = {r.id: min(r.num_prompt + lengths.expect(r.num_output), r.max_total) for r in requests}
     held, tokens, most, blocks = {r.id: len(r.tokens) for r in requests}, 0, 0, 0
     while held:
@@ -83,15 +83,15 @@ def test_what_is_shared_is_counted_once() -> None:
     running = [request(f"r{i}", 160, 1, 40) for i in range(2)]
     first = kv.admit("r0", NO_MATCH, 161)
     assert first is not None
-    plain = Predicted(running, kv, lambda r: r.max_total).peak(running)
+    plain = Predicted(running, kv).peak(running)
     kv.admit("r1", Match(160, first[:10]), 161)
-    assert Predicted(running, kv, lambda r: r.max_total).peak(running) == plain - 160
+    assert Predicted(running, kv).peak(running) == plain - 160
 
 
 def test_a_lone_request_is_let_in_whatever_is_expected() -> None:
     kv = KvManager(4, 16)
     running: list[Request] = []
-    predicted = Predicted(running, kv, lambda r: r.max_total)
+    predicted = Predicted(running, kv)
     big = request("a", 10, 0, 1000)
     assert predicted(big)
     running.append(big)
@@ -101,7 +101,7 @@ def test_a_lone_request_is_let_in_whatever_is_expected() -> None:
 
 def test_ends_are_learned_from_but_errors_are_not() -> None:
     lengths = OutputLengths()
-    predicted = Predicted([], KvManager(4), lambda r: r.max_total, lengths)
+    predicted = Predicted([], KvManager(4), lengths)
     for reason, output in (("stop", 3), ("length", 5), ("abort", 4), ("abort", 0), ("error", 9)):
         predicted.ended(request("a", 1, output, 20), reason)
     assert lengths._sorted == [3, 4, 5]

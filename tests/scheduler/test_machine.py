@@ -1,5 +1,6 @@
 """A state machine drives kv + scheduler + SimExecutor through random histories; everything is checked after each action."""
 
+import itertools
 import zlib
 
 import msgspec
@@ -13,13 +14,13 @@ from octavo.core.output import Delta
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
 from octavo.core.step import IN, OUT, StepPlan
-from octavo.errors import ContextTooLong
+from octavo.errors import ContextTooLong, InvalidRequest
 from octavo.kv.manager import KvManager
 from octavo.kv.tier import SwapTier
 from octavo.observe.events import Admitted, Event, Finished, Preempted, Recovered, TierFailed
 from octavo.scheduler.policy import POLICIES, FairShare, LongestPrefix, make_policy
 from octavo.scheduler.scheduler import Scheduler
-from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
+from octavo.simulate.executor import SimExecutor, hash_sequence, logprob, next_token
 
 VOCAB = 9
 MAX_MODEL_LEN = 40
@@ -40,6 +41,42 @@ def the_answer(request: Request, capacity: int) -> tuple[list[int], str, int | N
         total = len(tokens) + len(output)
         if total >= request.max_total or total >= MAX_MODEL_LEN or total > capacity:
             return output, "length", None
+
+
+def the_beams(request: Request, width: int, blocks: int, size: int, sliding: bool = False) -> list[tuple[list[int], str, int | None]]:
+    """What a group of beams must get, best first: every continuation of every beam is looked at."""
+    params, prompt, whole = request.params, request.prompt, 0 if sliding else len(request.prompt) // size
+    total = len(prompt) + 1
+    while total < min(request.max_total, MAX_MODEL_LEN) and whole + width * (-(-total // size) - whole) <= blocks:
+        total += 1  # one more can be computed
+    most = total - len(prompt)
+    enders = set(params.stop_token_ids) if params.ignore_eos else request.eos_ids | set(params.stop_token_ids)
+    banned = request.eos_ids | set(params.stop_token_ids)
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    done: list[tuple[float, list[int], str, int | None]] = []
+    for length in range(1, most + 1):
+        every = [
+            (-(score + logprob(state, token)), place, -logprob(state, token), token, output)
+            for place, (score, output) in enumerate(beams)
+            for state in [hash_sequence(prompt + output)]
+            for token in range(VOCAB)
+            if length > params.min_tokens or token not in banned
+        ]
+        every = sorted(every)[: max(2, 1 + len(enders)) * width]
+        for minus, _, _, token, output in every[:width]:
+            if token in enders:
+                stop = None if token in request.eos_ids and not params.ignore_eos else token
+                done.append((-minus / length**params.length_penalty, [*output, token], "stop", stop))
+            elif length == most:
+                done.append((-minus / length**params.length_penalty, [*output, token], "length", None))
+        done = sorted(done, key=lambda found: -found[0])[:width]
+        beams = [(-minus, [*output, token]) for minus, _, _, token, output in every if token not in enders][:width]
+        if not beams or length == most:
+            break
+        reach = most if params.early_stopping == "never" and params.length_penalty > 0 else length
+        if len(done) == width and (params.early_stopping is True or beams[0][0] / reach**params.length_penalty <= done[-1][0]):
+            break
+    return [found[1:] for found in done]
 
 
 class Machine(RuleBasedStateMachine):
@@ -90,6 +127,7 @@ class Machine(RuleBasedStateMachine):
         self.reached: dict[str, int] = {}  # request → tokens that were ever computed of it
         self.recomputed = 0
         self.requests: dict[str, Request] = {}
+        self.beams: dict[str, list[str]] = {}  # of each beam: those of its group
         self.live: set[str] = set()
         self.answer: dict[str, tuple[list[int], str, int | None]] = {}
         self.output: dict[str, list[int]] = {}
@@ -112,18 +150,25 @@ class Machine(RuleBasedStateMachine):
         kind=st.integers(0, 2),
         salt=st.sampled_from(["", "", "a"]),
         n=st.sampled_from([1, 1, 2, 3]),
+        beams=st.sampled_from([False, False, True]),
+        length_penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from([False, True, "never"]),
     )
     def add(
         self, length: int, max_tokens: int, min_tokens: int, priority: int, tenant: str, seed: int, eos: set[int], stop: list[int],
         ignore_eos: bool, prompt_logprobs: int | None, kind: int, salt: str, n: int,
+        beams: bool, length_penalty: float, early_stopping: bool | str,
     ) -> None:  # fmt: skip
         prompt = [(kind + i * i) % VOCAB for i in range(length)]  # so many begin alike
         first = f"r{len(self.requests)}"
+        size, pool, sliding = self.kv.block_size, self.kv.pool.num_blocks, self.kv.window is not None
+        names = [f"r{len(self.requests) + index}" for index in range(n)]
         for index in range(n):
             name = f"r{len(self.requests)}"
             params = SamplingParams(
                 max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=stop, ignore_eos=ignore_eos,
-                prompt_logprobs=None if index else prompt_logprobs, logprobs=1,
+                prompt_logprobs=None if index else prompt_logprobs, logprobs=1, use_beam_search=beams, best_of=n if beams else None,
+                **({"length_penalty": length_penalty, "early_stopping": early_stopping} if beams else {}),
             )  # fmt: skip
             request = Request(
                 name, prompt, params, length + max_tokens, frozenset(eos), (seed + index) % 2**64, self.now, priority, tenant,
@@ -133,20 +178,34 @@ class Machine(RuleBasedStateMachine):
             if length > self.kv.capacity:
                 with pytest.raises(ContextTooLong, match=f"{length} tokens, the KV pool holds {self.kv.capacity} "):
                     self.scheduler.add(request)
+            elif beams and n > self.scheduler.config.max_num_seqs:
+                with pytest.raises(InvalidRequest, match=f"{n} beams .* at most {self.scheduler.config.max_num_seqs} run"):
+                    self.scheduler.add(request)
+            elif beams and n > 1 and (need := -(-length // size) * n if sliding else length // size + n) > pool:
+                with pytest.raises(ContextTooLong, match=f"take {need} blocks of {size} at least, and the KV pool has {pool}"):
+                    self.scheduler.add(request)
             else:
                 self.scheduler.add(request)
                 self.live.add(name)
                 self.output[name], self.scored[name] = [], []
-                self.answer[name] = the_answer(request, self.kv.capacity)
+                if beams:
+                    self.beams[name] = names
+                    self.answer[name] = the_beams(request, n, pool, size, sliding)[index]
+                else:
+                    self.answer[name] = the_answer(request, self.kv.capacity)
+
+    def family(self, name: str) -> set[str]:
+        """Who ends with it."""
+        return set(self.beams.get(name, [name]))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
-        delta = self.scheduler.abort(name)
-        assert delta is not None
-        self.take([delta])
-        assert self.scheduler.abort(name) is None
+        deltas = self.scheduler.abort(name)
+        assert {delta.request_id for delta in deltas} == self.family(name)
+        self.take(deltas)
+        assert self.scheduler.abort(name) == []
 
     @rule(share=st.sampled_from([0, 1, 2, 100]))
     def change_budget(self, share: int) -> None:
@@ -256,7 +315,8 @@ class Machine(RuleBasedStateMachine):
             ledger = self.kv.ledger()
             assert ledger.live + ledger.cached + ledger.free == ledger.total == self.kv.pool.num_blocks
             assert self.scheduler.has_unfinished == bool(self.live)
-            assert len(self.scheduler.running) <= self.full_budget
+            running = self.scheduler.running
+            assert len(running) <= self.full_budget or len({r.head for r in running}) == 1, "more run than a step can serve"
             assert self.tier is None or self.mode != "recompute" or self.tier.num_used == 0
             self.check_policy()
 
@@ -265,6 +325,7 @@ class Machine(RuleBasedStateMachine):
         policy, waiting = self.scheduler.policy, self.scheduler.waiting
         queue = list(waiting)
         known = self.live - {r.id for parked in self.scheduler._parked.values() for r in parked}  # the others have not arrived for it
+        known -= {name for name in self.live if self.requests[name].head.id != name}  # their leader stands for them
         assert queue == sorted(queue, key=policy.place) and waiting.first() is (queue[0] if queue else None)
         if isinstance(policy, FairShare):
             assert policy._of.keys() == known and set(waiting.groups) == {policy.group(r) for r in queue}
@@ -295,7 +356,7 @@ class Machine(RuleBasedStateMachine):
         served = [r for name, r in self.requests.items() if name in self.output]
         limits = [min(r.max_total, MAX_MODEL_LEN, self.kv.capacity + 1) for r in served]
         blocks = sum(self.kv.blocks_for(limit) for limit in limits)
-        most = sum(limits) + blocks * max(limits, default=0)  # all tokens once, and the whole context at each preemption
+        most = sum(limits) + blocks * 3 * max(limits, default=0)  # all tokens once, and the whole context of a group at each preemption
         steps = 0
         while self.flying or self.live:
             while self.live and len(self.flying) < self.depth and (plan := self.scheduler.plan(0.0)) is not None:
@@ -308,7 +369,9 @@ class Machine(RuleBasedStateMachine):
             assert steps <= most * self.depth, f"not drained after {steps} steps"
         self.events += self.scheduler.take_events()
         if self.depth == 1 and self.lookahead == 0:
-            effective = [e for e in self.events if isinstance(e, Preempted) and e.blocks_freed and "tier failed" not in e.cause]
+            gone = [e for e in self.events if isinstance(e, Preempted) and "tier failed" not in e.cause]
+            once = itertools.groupby(gone, key=lambda e: (e.cause, self.requests[e.request_id].fork_of or e.request_id))  # a group gives way at once
+            effective = [key for key, events in once if any(e.blocks_freed for e in events)]
             assert len(effective) <= blocks, "more preemptions than block boundaries"
         assert set(self.last) == set(self.output) and not self.scheduler.has_unfinished
         ledger = self.kv.ledger()

@@ -106,6 +106,7 @@ def test_a_swapped_request_computes_nothing_twice(caching: bool) -> None:
         assert returned.swapped_tokens + returned.cached_tokens >= 12 and returned.resumed and recovered.recomputed_tokens == 0
         assert recovered.seconds == pytest.approx(0.0001 * (gone.blocks_swapped + recovered.blocks_swapped))
     c = rig.scheduler.counters
+    assert rig.scheduler._times.each(64) == pytest.approx(0.001)  # moves are no part of a step's time
     assert (c.preemptions, c.tokens_lost, c.tokens_recomputed) == (len(away), 0, 0)
     assert c.tokens_planned == 10 + 19 + 12 + 19  # each row once
     kinds = [m.kind for p in rig.plans for m in p.moves]
@@ -144,6 +145,32 @@ def test_a_prompt_in_the_middle_goes_on_where_it_was() -> None:
     assert rows == request.prompt[1:] and rig.scheduler.counters.tokens_recomputed == 0
 
 
+def test_what_was_in_flight_is_not_kept() -> None:
+    """Two plans ahead of their results: tokens sampled in them are dropped with them, and so are the rows they scored."""
+    rig = Rig(16)
+    rig.add("b", 12, 9, 2)
+    first, second = rig.plan(), rig.plan()
+    assert rig.requests["b"].num_computed == 13
+    rig.scheduler._preempt(rig.requests["b"], "for the test")
+    rig.take([])
+    assert rig.tier.get("b").num_tokens == 11  # type: ignore[union-attr]
+    rig.commit(first)
+    rig.commit(second)
+    rig.drain()
+    assert rig.of(Admitted, "b")[1].swapped_tokens == 11 and rig.scheduler.counters.tokens_recomputed == 1
+    rig = Rig(16, tokens=8)
+    request = rig.add("s", 40, 4, 2, prompt_logprobs=0)
+    rig.commit(rig.plan())
+    first, second = rig.plan(), rig.plan()
+    rig.scheduler._preempt(request, "for the test")
+    rig.take([])
+    rig.commit(first)
+    rig.commit(second)
+    rig.drain()
+    assert rig.of(Admitted, "s")[1].swapped_tokens == 8 and rig.of(Preempted, "s")[0].blocks_swapped == 6
+    assert [row.token for d in rig.deltas["s"] for row in d.prompt_logprobs or ()] == request.prompt[1:]
+
+
 @pytest.mark.parametrize("tier", [1, 2, 3])
 def test_a_full_tier_means_recompute(tier: int) -> None:
     rig = Rig(8, tier=tier)
@@ -163,12 +190,12 @@ def test_whoever_ends_while_swapped_frees_its_slots(end: str) -> None:
     rig.until("b", "Preempted")
     assert rig.tier.num_used > 0
     if end == "abort":
-        rig.take([rig.scheduler.abort("b")])
+        rig.take(rig.scheduler.abort("b"))
     else:
         plan = rig.plan()
         rig.take(rig.scheduler.fail(plan, "broken"))  # ends a; b, which waits, is not concerned
         assert rig.tier.num_used > 0
-        rig.take([rig.scheduler.abort("b")])
+        rig.take(rig.scheduler.abort("b"))
     assert rig.tier.num_used == 0
     rig.drain()
 
@@ -185,7 +212,7 @@ def test_a_block_that_two_victims_share_goes_out_once() -> None:
     rig.scheduler.check()
     c, b = rig.scheduler.take_events()
     assert (c.blocks_swapped, b.blocks_swapped) == (6, 1) and rig.tier.num_used == 7
-    rig.take([rig.scheduler.abort("c")])
+    rig.take(rig.scheduler.abort("c"))
     assert rig.tier.num_used == 6  # b still holds what they shared
     rig.drain()
 
@@ -262,6 +289,26 @@ def test_who_shares_what_could_not_be_brought_back_starts_anew() -> None:
     rig.commit(rig.plan())
     assert [(e.request_id, e.cached_tokens, e.swapped_tokens) for e in rig.of(Admitted)[1:]] == [("a", 0, 13), ("b", 12, 0)]
     assert [e.request_id for e in rig.of(Preempted)] == ["a", "a", "b"] and len(rig.of(TierFailed)) == 1
+    rig.drain()
+
+
+def test_blocks_that_could_not_be_filled_take_nobodys_key() -> None:
+    """What comes back is the double of cached blocks, which are evicted in the same step: the keys stay without a block."""
+    rig = Rig(16, tokens=16, caching=True)
+    rig.add("h", 17, 1, 2)
+    rig.commit(rig.plan())
+    rig.commit(rig.plan())
+    scored = rig.add("s", 19, 4, 2, prompt_logprobs=0)  # reads no cached block, and here completes none that is new
+    rig.commit(rig.plan())
+    rig.scheduler._preempt(scored, "for the test")
+    rig.add("x", 40, 4, 3)
+    rig.broken = {IN}
+    evicted = rig.kv.ledger().cached
+    rig.commit(rig.plan())
+    back = [(e.request_id, e.swapped_tokens) for e in rig.of(Admitted)]
+    assert back[-2:] == [("s", 16), ("x", 0)] and rig.of(Preempted, "s")[-1].how == "recompute" and evicted == 4
+    rig.take(rig.scheduler.abort("x"))
+    rig.add("y", 17, 4, 2)
     rig.drain()
 
 

@@ -118,7 +118,7 @@ class ScriptedLLM:
                         if self.steps <= 0:
                             self.hold.clear()
                 last = place == len(self.script) - 1
-                for index in range(params.n):
+                for index in range(params.num_sequences):
                     if answer.samples[index].finish_reason is None:
                         answer.apply(index, self._delta(request_id, prompt, params, ids, place == 0, last), 0.0)
                 if (news := answer.news()) is not None:

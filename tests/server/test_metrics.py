@@ -13,7 +13,8 @@ from octavo.observe.metrics import HISTOGRAMS
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = make_tiny(tmp_path_factory.mktemp("metrics") / "tiny")
-    with Server(str(path), "--served-model-name", "tiny", "--max-num-seqs", "16", "--num-kv-blocks", "64", env={"OCTAVO_LOG": "info"}) as server:
+    with Server(str(path), "--served-model-name", "tiny", "--max-num-seqs", "16", "--num-kv-blocks", "64", "--kv-swap-bytes", str(8 << 20),
+                "--preemption-mode", "swap", env={"OCTAVO_LOG": "info"}) as server:
         yield server
 
 
@@ -70,7 +71,9 @@ def test_preemptions_are_counted(server: Server) -> None:
     results = list(drive(server.url, [Job(place, "/v1/completions", body(max_tokens=400)) for place in range(4)], 4))
     assert all(result.end == "done" for result in results)
     after = server.metrics()
-    assert after["num_preemptions_total"] > before["num_preemptions_total"] and after["recomputed_tokens_total"] > before["recomputed_tokens_total"]
+    assert after["num_preemptions_total"] > before["num_preemptions_total"] and after["swapped_blocks_total"] > before["swapped_blocks_total"]
+    assert after["recomputed_tokens_total"] == before["recomputed_tokens_total"]  # all of it came back from the tier
+    assert after["cpu_cache_usage_perc"] == after["num_requests_swapped"] == 0
     assert after["generation_tokens_total"] - before["generation_tokens_total"] == 1600
 
 

@@ -89,6 +89,27 @@ def test_chats_are_the_offline_engine_s(api: openai.OpenAI, offline: LLM, kind: 
             assert mine[-1].finish_reason == "length"
 
 
+def test_beams_are_the_offline_engine_s(api: openai.OpenAI, offline: LLM) -> None:
+    """Also streamed: each beam whole, when all are found. What the model's own defaults say of sampling is no matter."""
+    beams = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.5, "early_stopping": "never"}
+    search = SamplingParams(n=2, max_tokens=12, ignore_eos=True, **beams)
+    wanted = [sample for output in offline.generate(PROMPTS, search, use_tqdm=False) for sample in output.outputs]
+    extra = EXTRA | beams | {"ignore_eos": True}
+    answer = api.completions.create(model="tiny", prompt=PROMPTS, max_tokens=12, n=2, extra_body=extra)
+    assert [(choice.text, choice.token_ids) for choice in answer.choices] == [(sample.text, sample.token_ids) for sample in wanted]
+    assert answer.usage.completion_tokens == 12 * len(wanted)
+    stream = api.completions.create(model="tiny", prompt=PROMPTS, max_tokens=12, n=2, stream=True, extra_body=extra)
+    chunks = [choice for chunk in stream for choice in chunk.choices]
+    assert sorted((c.index, c.text, c.finish_reason) for c in chunks) == [(index, sample.text, "length") for index, sample in enumerate(wanted)]
+    (output,) = offline.chat(CHATS[0], search, use_tqdm=False)
+    chat = api.chat.completions.create(model="tiny", messages=CHATS[0], max_completion_tokens=12, n=2, extra_body=extra)
+    assert [choice.message.content for choice in chat.choices] == [sample.text for sample in output.outputs]
+    for field, value in (("top_p", 0.5), ("stop", ["a"]), ("temperature", 0.7)):
+        with pytest.raises(openai.BadRequestError) as caught:
+            api.completions.create(model="tiny", prompt="a", n=2, extra_body=extra, **{field: value})
+        assert caught.value.param == field
+
+
 def test_everything_at_once_is_the_same(live: Live, offline: LLM) -> None:
     """48 requests of all kinds in flight together, a third of them leaving in the middle: the others get the offline tokens."""
     jobs = [(prompt, kind, leave) for kind in KINDS for prompt in PROMPTS for leave in (False, False, True)]

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from octavo.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.scheduler.groups import BeamGroup
 
 
 class State(Enum):
@@ -34,9 +38,11 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokenized params.bad_words
     cache_salt: str = ""  # only requests with the same one find each other's cached blocks
     adapter: str = ""  # likewise: another adapter computes other K and V
-    fork_of: str = ""  # n > 1: the request with the same prompt, whose K and V of it this one takes over
+    fork_of: str = ""  # n > 1, beams: the first request of the same prompt, whose K and V of it this one takes over
     # moving, written by the Scheduler only
     order: int = 0  # place in arrival order, given by add() and kept through preemptions
+    limit: int = 0  # prompt + output tokens at most, by the pool, too; given by add()
+    group: "BeamGroup | None" = field(default=None, repr=False)  # beam search: those that it is scheduled with, as a whole
     tokens: list[int] = field(default_factory=list)  # prompt + output so far
     draft: list[int] = field(default_factory=list)  # proposed, not yet accepted
     num_computed: int = 0  # leading tokens whose K and V are in the cache
@@ -45,9 +51,11 @@ class Request:
     block_keys: list[bytes] | None = None  # memo of its blocks' keys, extended by the KvManager; None: its blocks are not for others
     state: State = State.WAITING
     slot: int = -1  # the runner's place for it while RUNNING
-    epoch: int = 0  # rises at each preemption or abort: older results are dropped
+    fresh: bool = False  # the runner must be told whom the slot is for
+    idle: bool = False  # a beam that holds slot and blocks, and has nothing to compute until it takes over from another
+    epoch: int = 0  # rises at each preemption, abort or take-over: older results are dropped
     preemptions: int = 0
-    known: int = 0  # leading tokens that the runner was told when it gave the slot; later ones it sampled itself
+    known: int = 0  # leading tokens that the runner is told; later ones it sampled itself
     ahead: int = 0  # tokens that planned steps will sample and that are not committed yet
     served: int = 0  # when it last had a part in a plan, as a number that rises with each part given
 
@@ -68,4 +76,9 @@ class Request:
     @property
     def num_pending(self) -> int:
         """Tokens that are known (or drafted, or about to be sampled) and not computed yet."""
-        return len(self.tokens) + self.ahead + len(self.draft) - self.num_computed
+        return 0 if self.idle else len(self.tokens) + self.ahead + len(self.draft) - self.num_computed
+
+    @property
+    def head(self) -> "Request":
+        """Who stands for it in the queue and before the policy: itself, but for beams the first of their group."""
+        return self if self.group is None else self.group.leader

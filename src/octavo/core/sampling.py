@@ -11,11 +11,18 @@ from octavo.errors import InvalidRequest, UnsupportedError, shown
 
 MAX_N = 16_384
 SEED_LIMIT = 2**64
+MOST_LENGTH_PENALTY = 50.0  # either way: the score of a million tokens is still a float64
+MOST_CANDIDATES = 1024  # continuations of each beam that a step can give, at least where the vocabulary has as many
+# Under beam search: what would change the distribution that it ranks by, or end a beam by its text, and the values that do not.
+BEAM_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "presence_penalty": (0.0,), "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,), "stop": ([],), "bad_words": ([],), "logit_bias": (None, {}), "allowed_token_ids": (None,),
+}
 F32_MAX, F32_SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # float32's largest and smallest normal number: the sampler counts in it
 
 # vLLM's parameters that Octavo has no field for: the values that ask for nothing, all that are accepted.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "best_of": (None, 1), "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,), "output_kind": (None,),
+    "output_kind": (None,),
     "structured_outputs": (None,), "guided_decoding": (None,), "logits_processors": (None, []), "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (True, False),  # it changes nothing: no token here is spelled with spaces around it
     "extra_args": (None, {}), "flat_logprobs": (False,), "skip_reading_prefix_cache": (None, False), "repetition_detection": (None,),
@@ -28,9 +35,7 @@ class _Kind(type(msgspec.Struct)):  # type: ignore[misc]
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         for name in [name for name in given if name not in cls.__struct_fields__]:
-            value = given.pop(name)
-            if name != "best_of" or type(value) is not int or value != given.get("n", 1):  # the best n of n
-                _ask_for_nothing(name, value, cls.__struct_fields__)
+            _ask_for_nothing(name, given.pop(name), cls.__struct_fields__)
         return super().__call__(*args, **given)
 
 
@@ -54,6 +59,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 is off. ``logprobs`` is the number of alternatives per token
     (-1: the whole vocabulary), ``prompt_logprobs`` the same for the prompt's tokens. Parameters of vLLM's that are no
     fields here are accepted with values that ask for nothing.
+
+    ``use_beam_search``: the ``n`` best sequences of a search with ``best_of`` beams (None: n), by the raw distribution. ``length_penalty``: a
+    sequence's log-probability is divided by its length to the power of it. ``early_stopping``, with transformers' meaning: True ends the search
+    when as many sequences as beams are finished; False, when a beam of the present length could not be better than the worst of them; "never",
+    when no longer one could be, either.
 
     Raises: InvalidRequest, naming the field and its value; UnsupportedError for vLLM's parameters that would ask for something.
     """
@@ -80,6 +90,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    use_beam_search: bool = False
+    best_of: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
@@ -115,11 +129,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _ids(self.allowed_token_ids, "allowed_token_ids")
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", "allowed_token_ids")
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("use_beam_search", "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True: they are found in the text", "stop")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.best_of is not None:
+            _whole(self.best_of, "best_of", 1, MAX_N)
+            if self.best_of < self.n:
+                raise InvalidRequest(f"best_of is {self.best_of}, below n ({self.n})", "best_of")
+        _number(self.length_penalty, "length_penalty", -MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and not (isinstance(self.early_stopping, str) and self.early_stopping == "never"):
+            raise InvalidRequest(f'early_stopping must be true, false or "never", not {shown(self.early_stopping)}', "early_stopping")
+        if not self.use_beam_search:
+            if self.best_of not in (None, self.n):
+                raise UnsupportedError(
+                    f"best_of={self.best_of} with n={self.n} is not served without use_beam_search: samples are not ranked; leave it out", "best_of"
+                )
+            msgspec.structs.force_setattr(self, "best_of", None)
+            for name, usual in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != usual:
+                    raise InvalidRequest(f"{name}={shown(getattr(self, name))} is for beam search: it needs use_beam_search", name)
+            return
+        for name, harmless in BEAM_NEUTRAL.items():
+            if getattr(self, name) not in harmless:
+                raise UnsupportedError(
+                    f"{name}={shown(getattr(self, name))} is not served with use_beam_search, which ranks by the model's own distribution: "
+                    "leave it out",
+                    name,
+                )
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
@@ -130,6 +171,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def clone(self) -> Self:
         """A copy, for callers who are used to make one."""
         return msgspec.structs.replace(self)
+
+    @property
+    def beam_width(self) -> int:
+        """Beams of the search; 1 without one."""
+        return (self.best_of or self.n) if self.use_beam_search else 1
+
+    @property
+    def width_field(self) -> str:
+        """What the number of beams was given as."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for one prompt: the beams, or the n samples."""
+        return self.beam_width if self.use_beam_search else self.n
 
     @property
     def has_penalties(self) -> bool:

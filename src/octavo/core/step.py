@@ -22,8 +22,9 @@ class SlotInit(msgspec.Struct, frozen=True):
 class PlanItem(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: compute ``tokens`` at positions ``start …`` of the sequence in ``slot``.
 
-    A decode item's token is ``-1``: the slot knows its last token. The step's K and V go to the positions' blocks;
-    ``new_blocks`` extend the slot's block table first. With ``sample`` the last row gives the next token.
+    A decode item's token is ``-1``: the slot knows its last token. Under ``use_beam_search`` it is named, as what the slot sampled
+    need not be what was chosen. The step's K and V go to the positions' blocks; ``new_blocks`` extend the slot's block table first.
+    With ``sample`` the last row gives the next token.
     """
 
     slot: int

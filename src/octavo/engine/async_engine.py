@@ -124,7 +124,8 @@ class AsyncLLM:
         self.max_model_len = ready.config.scheduler.max_model_len
         self.inputs = Inputs(
             tokenizer=self.tokenizer, vocab=self.vocab_size, max_model_len=self.max_model_len, max_logprobs=ready.config.runner.max_logprobs,
-            eos_ids=self._text.end_ids, seed=ready.config.runner.seed,
+            eos_ids=self._text.end_ids, seed=ready.config.runner.seed, max_num_seqs=ready.config.scheduler.max_num_seqs,
+            num_kv_blocks=ready.config.kv.num_kv_blocks, block_size=ready.config.kv.block_size,
         )
         self._started = True
 
@@ -259,14 +260,14 @@ class AsyncLLM:
         check_priority(priority, self.config.scheduler.policy)
         self.inputs.check_tenant(tenant)
         if not isinstance(prompt, Prompt):
-            self.check_room(params.n)
+            self.check_room(params.num_sequences)
         flight = Flight(self._board.name(request_id), params)
         submit, start = partial(self._submit, flight, bad_words, priority, tenant, arrival), None
         if isinstance(prompt, Prompt):
             submit(prompt)
         else:
             start = partial(self._tokenize_and_submit, flight, prompt, add_special_tokens, submit)
-        self._board.open(flight, 0 if start is None else params.n)
+        self._board.open(flight, 0 if start is None else params.num_sequences)
         return Generation(flight, start, self._board.leave, self._board.told, deltas=deltas, loop=asyncio.get_running_loop())
 
     async def abort(self, request_id: str) -> bool:

@@ -71,13 +71,14 @@ class EngineCore:
         self._open.add(request.id)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; its last delta comes with the next ``step``. False when it has ended, or was never here."""
+        """End a request now, and with a beam its whole search; the last deltas come with the next ``step``. False when it has ended, or was
+        never here."""
         if request_id not in self._open or self.failure is not None:
             return False
         try:
-            delta = self._scheduler.abort(request_id)
-            assert delta is not None, f"{request_id} is open here and unknown to the scheduler"
-            self._put([delta])
+            deltas = self._scheduler.abort(request_id)
+            assert deltas, f"{request_id} is open here and unknown to the scheduler"
+            self._put(deltas)
             events = self._scheduler.take_events()
         except Exception as error:
             events = self._break(error)

@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
+from octavo.config import BLOCK_SIZE
 from octavo.core.request import Request
-from octavo.core.sampling import SamplingParams
+from octavo.core.sampling import MAX_N, MOST_CANDIDATES, SamplingParams
 from octavo.engine import groups
 from octavo.errors import ContextTooLong, InvalidRequest, shown
+from octavo.scheduler import beams
 
 PRIORITIES = 2**63
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -39,14 +41,20 @@ class Inputs:
 
     ``tokenizer`` may be None (a checkpoint without one): then prompts must be token ids. ``max_model_len``: prompt and
     output together. ``seed``: the engine's; requests without a seed of their own get one derived from it and a counter.
+    ``max_num_seqs``, ``num_kv_blocks`` and ``block_size``: what the beams of one search must fit.
     """
 
-    def __init__(self, *, tokenizer: Any | None, vocab: int, max_model_len: int, max_logprobs: int, eos_ids: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, *, tokenizer: Any | None, vocab: int, max_model_len: int, max_logprobs: int, eos_ids: Sequence[int], seed: int,
+        max_num_seqs: int = MAX_N, num_kv_blocks: int | None = None, block_size: int = BLOCK_SIZE,
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab = vocab
         self.max_model_len = max_model_len
         self.max_logprobs = max_logprobs
         self.eos_ids = frozenset(eos_ids)
+        self._max_num_seqs = max_num_seqs
+        self._pool = num_kv_blocks, block_size
         self._seed = seed
         self._unseeded = itertools.count()
 
@@ -101,26 +109,33 @@ class Inputs:
             raise InvalidRequest("stop strings need a tokenizer, and this model came without one", "stop")
         bad_words = self._bad_words(params.bad_words)
         self._check_choice(params, bad_words)
+        if params.use_beam_search:
+            self._check_beams(params)
         return bad_words
 
     def requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], *, arrival: float, priority: int = 0,
         tenant: str = "",
     ) -> list[Request]:
-        """The n Requests of a prompt and parameters that were checked. Takes a seed from the engine's counter if there is none."""
+        """The Requests of a prompt and parameters that were checked: n, or one a beam. Takes a seed from the engine's counter if there is none.
+
+        Raises: ContextTooLong for a beam search that the whole pool could not hold.
+        """
+        count = params.num_sequences
+        beams.check_room(len(prompt.ids), params.beam_width, *self._pool)
         # Negative seeds are the same 64 bits read as unsigned.
         seed = groups.engine_seed(self._seed, next(self._unseeded)) if params.seed is None else params.seed & groups.MASK
         room = self.max_model_len if params.max_tokens is None else len(prompt.ids) + params.max_tokens
         # The prompt is scored once, not n times.
-        unscored = msgspec.structs.replace(params, prompt_logprobs=None) if params.n > 1 and params.prompt_logprobs is not None else params
+        unscored = msgspec.structs.replace(params, prompt_logprobs=None) if count > 1 and params.prompt_logprobs is not None else params
         return [
             Request(
-                id=groups.child_id(request_id, index, params.n), prompt=prompt.ids, params=unscored if index else params,
+                id=groups.child_id(request_id, index, count), prompt=prompt.ids, params=unscored if index else params,
                 max_total=min(room, self.max_model_len), eos_ids=self.eos_ids, seed=groups.child_seed(seed, index), arrival=arrival,
                 priority=priority, tenant=tenant, bad_words=bad_words, cache_salt=prompt.cache_salt,
-                fork_of=groups.child_id(request_id, 0, params.n) if index else "",
+                fork_of=groups.child_id(request_id, 0, count) if index else "",
             )
-            for index in range(params.n)
+            for index in range(count)
         ]
 
     def _tokens(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
@@ -178,6 +193,24 @@ class Inputs:
         if asked > most:
             what = f"-1, the whole vocabulary of {self.vocab}," if wanted < 0 else shown(wanted)
             raise InvalidRequest(f"{name} is {what} above this engine's limit of {most} (the setting max_logprobs)", name)
+
+    def _check_beams(self, params: SamplingParams) -> None:
+        """Whether the runner can give what a search of this width needs at each step."""
+        width, field = params.beam_width, params.width_field
+        if width > self._max_num_seqs:
+            raise InvalidRequest(
+                f"{field} is {width}: a beam search runs as many sequences at once, and at most {self._max_num_seqs} run (the setting max_num_seqs)",
+                field,
+            )
+        ends = self.eos_ids.union(params.stop_token_ids)
+        if width > (left := self.vocab - len(ends)):
+            raise InvalidRequest(f"{field} is {width}: the vocabulary has {left} tokens that do not end a beam", field)
+        need = beams.num_alternatives(width, len(ends), len(ends))
+        if (most := max(MOST_CANDIDATES, self.max_logprobs)) < min(need, self.vocab) and self.max_logprobs >= 0:
+            raise InvalidRequest(
+                f"{field} is {width} and {len(ends)} tokens may end a beam: that is {need} candidates a beam; at most {most} are looked at "
+                f"(raise the setting max_logprobs)", field,
+            )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenized at the start of a text and, where that is another token sequence of the same

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import Config
 from octavo.core.output import RequestOutput
 from octavo.core.sampling import SamplingParams
+from octavo.engine.beams import BeamSearchOutput, BeamSearchParams, beam_output
 from octavo.engine.compat import refuse_adapter, without_effect
 from octavo.engine.console import LOGGER, progress_bar, show_log
 from octavo.engine.driver import Driver
@@ -17,7 +18,7 @@ from octavo.engine.inputs import Inputs, Prompt, check_priority
 from octavo.engine.outputs import Answer
 from octavo.engine.report import LogReport, Report
 from octavo.engine.settings import make_config
-from octavo.errors import ConfigError, InvalidRequest, RequestError, UnsupportedError, WorkerDied, shown
+from octavo.errors import ConfigError, InvalidRequest, RequestError, WorkerDied, shown
 from octavo.scheduler.preempt import PreemptionStats
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class LLM:
         self._inputs = Inputs(
             tokenizer=engine.text.tokenizer, vocab=engine.spec.vocab, max_model_len=engine.config.scheduler.max_model_len,
             max_logprobs=engine.config.runner.max_logprobs, eos_ids=engine.text.end_ids, seed=engine.config.runner.seed,
+            max_num_seqs=engine.config.scheduler.max_num_seqs, num_kv_blocks=engine.config.kv.num_kv_blocks, block_size=engine.config.kv.block_size,
         )
         self._driver = Driver(engine.core)
         self._numbers = itertools.count()
@@ -206,9 +208,21 @@ class LLM:
         text = self._render(messages, add_generation_prompt, continue_final_message, tools, chat_template, chat_template_kwargs)
         return self._stream(text, sampling_params, add_special_tokens=False)
 
-    def beam_search(self, *_arguments: Any, **_more: Any) -> list[Any]:
-        """vLLM's beam search. Raises: UnsupportedError."""
-        raise UnsupportedError("beam search is not served by this version: sample with generate(), n and temperature instead", "beam_search")
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: bool = False, concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of each prompt by beam search, best first; results come in the prompts' order.
+
+        The same as generate() with use_beam_search, in the shape of vLLM's method of this name. ``lora_request`` is vLLM's, and None;
+        ``concurrency_limit`` is its bound of prompts at once, which needs none here.
+
+        Raises: as generate().
+        """
+        refuse_adapter(lora_request)
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params must be BeamSearchParams, not {type(params).__name__}", "params")
+        outputs = self.generate(prompts, params.sampling(), use_tqdm)
+        return [beam_output(output, self._running().text.tokenizer) for output in outputs]
 
     # -- end
 

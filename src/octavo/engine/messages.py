@@ -201,10 +201,11 @@ decode_last_words = msgspec.msgpack.Decoder(LastWords).decode
 def _computed(params: SamplingParams, max_total: int, vocab: int) -> SamplingParams:
     """What the engine reads of the parameters, in numbers that fit 64 bits, without a change of meaning.
 
-    Text is the caller's affair (stop, bad_words as text); seed, n and max_tokens are facts of the Request already.
+    Text is the caller's affair (stop, bad_words as text); seed, n and max_tokens are facts of the Request already. A search's width is
+    ``best_of``, whatever n.
     """
     most = {name: min(value, vocab) for name in ("top_k", "logprobs", "prompt_logprobs") if (value := getattr(params, name)) is not None}
     return msgspec.structs.replace(
-        params, **most, n=1, seed=None, stop=[], bad_words=[], max_tokens=None, min_tokens=min(params.min_tokens, max_total), detokenize=True,
-        skip_special_tokens=True, include_stop_str_in_output=False,
+        params, **most, n=1, best_of=params.beam_width if params.use_beam_search else None, seed=None, stop=[], bad_words=[], max_tokens=None,
+        min_tokens=min(params.min_tokens, max_total), detokenize=True, skip_special_tokens=True, include_stop_str_in_output=False,
     )

@@ -17,7 +17,7 @@ class Sample:
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.cumulative: float | None = None if params.logprobs is None else 0.0
+        self.cumulative: float | None = None if params.logprobs is None and not params.use_beam_search else 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._tokenizer = tokenizer if params.detokenize else None
@@ -29,9 +29,10 @@ class Sample:
         """Take a delta in. True when a stop string ended the sequence, which the engine does not know."""
         self.tokens.extend(delta.tokens)
         for row in delta.logprobs or ():
-            assert self.logprobs is not None and self.cumulative is not None
-            self.logprobs.append(logprob_dict(row, self._tokenizer))
+            assert self.cumulative is not None
             self.cumulative += row.logprob
+            if self.logprobs is not None:
+                self.logprobs.append(logprob_dict(row, self._tokenizer))
         self.finish_reason = delta.finish_reason
         # An error has no place of its own in vLLM's shape.
         self.stop_reason = delta.error if delta.finish_reason == "error" else delta.stop_reason
@@ -65,11 +66,12 @@ class Sample:
 
 
 class Answer:
-    """The answer to one prompt, gathered from the deltas of its n requests."""
+    """The answer to one prompt, gathered from the deltas of its n requests. Of a search with more beams the first n, the best, are told."""
 
     def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams, tokenizer: Any | None, arrival: float) -> None:
         self.request_id = request_id
-        self.samples = [Sample(index, prompt, params, tokenizer) for index in range(params.n)]
+        self.samples = [Sample(index, prompt, params, tokenizer) for index in range(params.num_sequences)]
+        self._told = self.samples[: params.n]
         self.metrics = RequestMetrics(arrival=arrival)
         self._prompt = prompt
         self._tokenizer = tokenizer if params.detokenize else None
@@ -100,11 +102,11 @@ class Answer:
 
     def output(self) -> RequestOutput:
         """Everything so far."""
-        return self._output([sample.output() for sample in self.samples], self._prompt_logprobs)
+        return self._output([sample.output() for sample in self._told], self._prompt_logprobs)
 
     def news(self) -> RequestOutput | None:
         """What came since the last call, texts and ids as differences; the prompt's log-probabilities come with the first."""
-        outputs = [news for sample in self.samples if (news := sample.news()) is not None]
+        outputs = [news for sample in self._told if (news := sample.news()) is not None]
         if not outputs:
             return None
         prompt_logprobs = None if self._told_prompt else self._prompt_logprobs

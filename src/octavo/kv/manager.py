@@ -64,7 +64,7 @@ class Ledger(NamedTuple):
 class _Table:
     """The blocks of one request."""
 
-    __slots__ = ("blocks", "gone", "keys", "sealed", "used")
+    __slots__ = ("blocks", "closed", "gone", "keys", "sealed", "used")
 
     def __init__(self, blocks: list[int], used: int, sealed: int, keys: list[bytes] | None) -> None:
         self.blocks = blocks
@@ -72,6 +72,12 @@ class _Table:
         self.used = used  # leading token slots that are, or are about to be, filled
         self.sealed = sealed  # leading blocks whose keys were put into the index, by this request or another
         self.keys = keys  # the request's memo (kv/prefix.py); None: its blocks are not for others
+        self.closed = False  # no more blocks are sealed
+
+    def close(self, sealed: int) -> None:
+        """No block but the first ``sealed`` is for others, now or later."""
+        self.sealed = min(self.sealed, sealed)
+        self.closed = True
 
 
 class KvManager:
@@ -145,7 +151,7 @@ class KvManager:
         assert request_id not in self._tables, f"{request_id} has a table already"
         shared = len(match.blocks)
         room = num_tokens if room is None else room
-        assert num_tokens <= room and match.num_tokens < num_tokens, (match.num_tokens, num_tokens, room)
+        assert match.num_tokens <= num_tokens <= room, (match.num_tokens, num_tokens, room)
         if self.blocks_for(room) - shared > self.pool.num_available - self.pool.num_idle(match.blocks):
             return None
         self.pool.share(match.blocks)  # first: what is shared cannot be evicted for the others
@@ -207,7 +213,7 @@ class KvManager:
         Of two blocks with the same content the one that was sealed first keeps the key. Returns the new keys.
         """
         table = self._tables[request_id]
-        if (full := num_tokens // self.block_size) <= table.sealed or table.keys is None:
+        if (full := num_tokens // self.block_size) <= table.sealed or table.keys is None or table.closed:
             return []
         index, new = self._index, []
         assert index is not None
@@ -220,7 +226,7 @@ class KvManager:
         return new
 
     def forget(self, keys: Iterable[bytes]) -> set[int]:
-        """Nobody finds these keys any more. Returns their blocks; tables that still hold one are not sealed any further."""
+        """Nobody finds these keys any more. Returns their blocks; of tables that still hold one only what comes before it is for others."""
         blocks = set()
         for key in keys if self._index is not None else ():
             assert self._index is not None
@@ -229,8 +235,8 @@ class KvManager:
                 self.pool.drop(block)
                 blocks.add(block)
         for table in self._tables.values() if blocks else ():
-            if not blocks.isdisjoint(table.blocks):
-                table.keys = None
+            if (first := next((number for number, block in enumerate(table.blocks) if block in blocks), None)) is not None:
+                table.close(first)
         return blocks
 
     def reset_cache(self) -> int:
@@ -279,7 +285,7 @@ class KvManager:
 
     def _give_up(self, table: _Table, first: int, end: int, sound: bool = True) -> int:
         """Take a table's reference off its blocks ``first`` to ``end``. Returns how many are in no table any more."""
-        index, keys, blocks = self._index, table.keys if sound else None, table.blocks[first:end]
+        index, keys, blocks = self._index, table.keys, table.blocks[first:end]
         if index is None or keys is None or table.sealed <= first:
             return self.pool.give_back(blocks)
         # Some of its blocks may be doubles of others' that have the keys. Where such a one was evicted meanwhile, its own takes the key;
@@ -288,15 +294,15 @@ class KvManager:
         for key, block in zip(keys[first + 1 : table.sealed + 1], blocks):
             if block == NO_BLOCK:
                 continue
-            if index.put(key, block):
+            if sound and index.put(key, block):
                 self.pool.keep(block)
             holders.append(index.holder(key))
             sealed += holders[-1] == block
         gone = self.pool.give_back(blocks)
         if sealed < len(holders):
             for holder in reversed(holders):
-                assert holder is not None
-                self.pool.touch(holder)
+                if holder is not None:
+                    self.pool.touch(holder)
         return gone
 
     def table(self, request_id: str) -> list[int]:

@@ -10,6 +10,7 @@ from itertools import chain
 
 import numpy as np
 
+from octavo.core.sampling import MOST_CANDIDATES
 from octavo.core.step import PlanItem
 from octavo.ops.table import STEP_FIELDS
 from octavo.runner.slots import Slots
@@ -31,7 +32,7 @@ class Batch:
     def __init__(self, *, max_tokens: int, max_seqs: int, max_logprobs: int, vocab: int, block_size: int) -> None:
         dims: dict[str | int, int] = {
             "T": max_tokens, "S": max_seqs, "S+1": max_seqs + 1, "R": max_tokens,
-            "K": vocab if max_logprobs < 0 else max(1, min(max_logprobs, vocab)),
+            "K": vocab if max_logprobs < 0 else min(max(max_logprobs, MOST_CANDIDATES), vocab),  # beam search needs more than callers may see
         }
         # np.zeros takes pages when they are touched, so the wide top_* arrays cost only what is used of them.
         self.arrays: dict[str, np.ndarray] = {

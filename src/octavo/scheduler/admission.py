@@ -10,7 +10,7 @@ request has already; they draw a sample of it, this takes a quantile, so that th
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from octavo.core.request import Request
 from octavo.kv.manager import KvManager
@@ -50,43 +50,42 @@ class OutputLengths:
 
 
 class Predicted:
-    """The admission predicate. ``running`` is the scheduler's list; ``limit`` the tokens a request may have in the end.
+    """The admission predicate. ``running`` is the scheduler's list.
 
     A request that would run alone is always let in, so nothing can wait for ever on an expectation.
     """
 
-    def __init__(
-        self, running: Sequence[Request], kv: KvManager, limit: Callable[[Request], int], lengths: OutputLengths | None = None
-    ) -> None:
+    def __init__(self, running: Sequence[Request], kv: KvManager, lengths: OutputLengths | None = None) -> None:
         self._running = running
         self._kv = kv
-        self._limit = limit
         self._lengths = lengths or OutputLengths()
 
     def __call__(self, request: Request) -> bool:
         """Whether the expected peak with this request is within the pool. Cost: O(running · log running)."""
-        return not self._running or self.peak([*self._running, request]) <= self._kv.capacity
+        group = [request] if request.group is None else request.group.members
+        alike = (len(group) - 1) * (request.num_prompt // self._kv.block_size)
+        return not self._running or self.peak([*self._running, *group], alike) <= self._kv.capacity
 
     def ended(self, request: Request, reason: str) -> None:
         """Learn from an end. An abort counts: stop strings end that way, and its blocks are free whoever ended it."""
         if reason != "error" and request.num_output:
             self._lengths.add(request.num_output)
 
-    def peak(self, requests: Sequence[Request]) -> float:
+    def peak(self, requests: Sequence[Request], alike: int = 0) -> float:
         """The most token slots that these will hold at once, if each samples one token a step and ends where expected.
 
         Uses grow until somebody ends, so the highest is just before an end: when the i-th longest ends, it and the i - 1 that
         last longer have each grown by what it had left. Each may leave the better part of a block unused. What running
-        ones share now is counted once, and taken off all of them evenly.
+        ones share now is counted once, and taken off all of them evenly, with the ``alike`` blocks that new ones will share.
         """
         kv, left = self._kv, []
         for request in requests:
             known = len(request.tokens)
-            end = min(request.num_prompt + self._lengths.expect(request.num_output), self._limit(request)) - 1  # the last is never computed
+            end = min(request.num_prompt + self._lengths.expect(request.num_output), request.limit) - 1  # the last is never computed
             left.append((max(end - known, 0), known + kv.block_size - 1))
         left.sort(reverse=True)
         ledger = kv.ledger()
-        twice = ledger.logical - ledger.live
+        twice = ledger.logical - ledger.live + alike
         shared = twice * kv.block_size / len(left)  # of each, on average
         most = held = 0.0
         for place, (steps, now) in enumerate(left, 1):

@@ -36,6 +36,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._live)
 
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._live
+
     def __iter__(self) -> Iterator[Request]:
         """In policy order."""
         level, live = self._policy.level, self._live

@@ -18,6 +18,13 @@ for a newly sampled token, a resumed request gets the blocks of its whole contex
 So each block boundary of each request costs one preemption that frees a block, at most: in all, no more than the blocks
 that all requests would take side by side. (A victim that shares all of its blocks frees none; another follows.)
 That holds whoever the victims are, so also where the order moves (fair, lpm).
+
+Groups. The samples of one prompt (n > 1) and the beams of one search stand next to each other in arrival order. A victim's whole group gives
+way, because only then are the blocks free that it shares; unless the needy one is of the same group: then, of samples, the victim alone does,
+and of beams again all, who cannot get on without each other. So the first in order, with its group, is never a victim while others run, and
+what was said holds with "group" for "request", and as many preemptions at a boundary as a group has members. Samples are admitted one by one.
+Beams are admitted and resumed only as a whole (scheduler/groups.py), with slots and blocks for all and a budget that serves them all, unless
+nothing else runs: then they take turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +41,8 @@ from octavo.kv.manager import NO_MATCH, KvManager, Match
 from octavo.kv.tier import SwapTier
 from octavo.observe.events import Admitted, Event, Finished, Preempted, TierFailed
 from octavo.scheduler.admission import Predicted
+from octavo.scheduler.beams import check_room, most_tokens
+from octavo.scheduler.groups import BeamGroup
 from octavo.scheduler.itl import ItlBudget
 from octavo.scheduler.policy import Policy, make_policy
 from octavo.scheduler.preempt import Preempter, PreemptionStats
@@ -64,7 +73,6 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
 
     take: int  # tokens
     new_blocks: list[int]
-    first: bool = False  # the slot must be told who it is for
 
 
 class Scheduler:
@@ -99,7 +107,7 @@ class Scheduler:
         self.counters = Counters()
         self.waiting = WaitingQueue(self.policy)
         self.running: list[Request] = []
-        self._predicted = Predicted(self.running, kv, self._limit) if config.admission == "predicted" else None
+        self._predicted = Predicted(self.running, kv) if config.admission == "predicted" else None
         self._admission: list[AdmissionPredicate] = [*admission, *([self._predicted] if self._predicted else [])]
         self._lookahead = lookahead
         self._times, full = StepTimes(), config.max_num_batched_tokens
@@ -113,9 +121,10 @@ class Scheduler:
         self._in_flight: dict[int, list[Request]] = {}  # plan number → whose items it has, in order
         self._sealed: dict[int, list[bytes]] = {}  # plan number → keys of the blocks that it completes, where there are any
         self._parked: dict[str, list[Request]] = {}  # whose fork → those that wait, outside the queue, for its prompt to be computed
+        self._copies: dict[Request, tuple[int, int]] = {}  # the block (from, to) that must be copied for its next item
+        self._trunks: list[BeamGroup] = []  # resumed, and the others may wait for the leader to compute what all share
         self._arrivals = 0
         self._turn = 0  # rises with each item of each plan
-        self._longest = min(config.max_model_len, kv.capacity + 1)  # tokens that any request may have
 
     @property
     def has_unfinished(self) -> bool:
@@ -125,13 +134,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that have not started, or were preempted."""
-        return len(self.waiting) + sum(map(len, self._parked.values()))
+        return len(self._requests) - len(self.running)
 
     def add(self, request: Request) -> None:
-        """Put a request into the queue.
+        """Put a request into the queue; a beam, once its whole group is here.
 
-        Raises: InvalidRequest for an empty prompt or an id in use; ContextTooLong when the prompt leaves no room for
-        one output token in the context, or does not fit the KV pool.
+        Raises: InvalidRequest for an empty prompt, an id in use or more beams than may run; ContextTooLong when the prompt leaves
+        no room for one output token in the context, or does not fit the KV pool.
         """
         length, context, capacity = request.num_prompt, self.config.max_model_len, self.kv.capacity
         if request.id in self._requests:
@@ -150,19 +159,45 @@ class Scheduler:
             )
         if request.max_total <= length:
             raise InvalidRequest(f"max_total is {request.max_total}, the prompt alone has {length} tokens: no token may follow", "max_tokens")
+        # Fixed by the pool's size, not by what else runs: a request ends at the same token in any company.
+        width, sliding = request.params.beam_width, self.kv.window is not None
+        limit = min(request.max_total, context, most_tokens(length, width, self.kv.pool.num_blocks, self.kv.block_size, sliding=sliding))
+        if request.params.use_beam_search:
+            self._check_beams(request)
         self._arrivals += 1
-        request.order = self._arrivals
+        request.order, request.limit = self._arrivals, limit
         request.block_keys = self.kv.root(request.cache_salt, request.adapter)
         self._requests[request.id] = request
-        if request.fork_of in self._requests:
-            self._parked.setdefault(request.fork_of, []).append(request)
+        parent = self._requests.get(request.fork_of)
+        if request.params.use_beam_search:
+            group = request.group = BeamGroup(request, self.kv.block_size) if parent is None else parent.group
+            assert group is not None
+            if parent is not None:
+                group.members.append(request)
+            if group.complete:
+                self._enqueue(group.leader)
+        elif parent is not None:
+            self._parked.setdefault(parent.id, []).append(request)
         else:
             self._enqueue(request)
 
-    def abort(self, request_id: str) -> Delta | None:
-        """End a request now, wherever it is; its last Delta, or None when it is unknown or has ended already."""
+    def _check_beams(self, request: Request) -> None:
+        """Whether a beam's group can ever run, and is here. Raises: InvalidRequest, ContextTooLong."""
+        width, most = request.params.beam_width, self.config.max_num_seqs
+        if width > most:
+            raise InvalidRequest(
+                f"beam search with {width} beams needs as many sequences at once; at most {most} run (max_num_seqs)", request.params.width_field
+            )
+        check_room(request.num_prompt, width, self.kv.pool.num_blocks, self.kv.block_size, sliding=self.kv.window is not None)
+        if request.fork_of:
+            parent = self._requests.get(request.fork_of)
+            if parent is None or parent.group is None or parent.group.complete:
+                raise InvalidRequest(f"the beam search that {request.id!r} is of has ended, or has all of its {width} beams", "request_id")
+
+    def abort(self, request_id: str) -> list[Delta]:
+        """End a request now, wherever it is, and with a beam its whole group. Their last Deltas; none when it is unknown or has ended already."""
         request = self._requests.get(request_id)
-        return None if request is None else self._end(request, Delta(request_id, finish_reason="abort", num_cached=request.num_cached))
+        return [] if request is None else self._give_up(request, "abort", None)
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens that the prefix cache would spare this request now. Changes nothing."""
@@ -199,6 +234,8 @@ class Scheduler:
         for parent_id in list(self._parked):
             if (parent := self._requests[parent_id]).num_computed >= parent.num_prompt:
                 self._unpark(parent)
+        if self._trunks:
+            self._trunks = [group for group in self._trunks if not group.take_trunk(self.kv, self._come_back)]
         chosen: dict[Request, _Part] = {}
         budget = self._serve_running(self._now(now), chosen)
         keys: list[bytes] = []
@@ -217,35 +254,29 @@ class Scheduler:
         limit = self.config.max_num_batched_tokens
         return limit if self._budget is None else min(self._budget(now), limit)
 
-    def _limit(self, request: Request) -> int:
-        """Tokens that a request may have in the end. The last one is never computed, so it needs no place in the pool.
-
-        Fixed by the pool's size, not by what else runs: a request ends at the same token in any company.
-        """
-        return request.max_total if request.max_total < self._longest else self._longest
-
     def _serve_running(self, budget: int, chosen: dict[Request, _Part]) -> int:
         """Give running requests their tokens. Returns the budget that is left."""
         urgency, kv, lookahead = self.policy.urgency, self.kv, self._lookahead
-        queue = [(r.num_pending, urgency(r), r.served, r) for r in self.running]  # served differs: requests are never compared
+        queue = [(r.num_pending, urgency(r.head), r.served, r.order, r) for r in self.running]  # order differs: requests are never compared
         queue.sort()
-        for pending, _, _, request in queue:
+        for pending, _, _, _, request in queue:
             if budget <= 0:
                 break
             if request.state is not State.RUNNING:
                 continue  # preempted a moment ago
-            if pending == 0 or (request.ahead and len(request.tokens) + request.ahead >= self._limit(request)):
+            if pending == 0 or (request.ahead and len(request.tokens) + request.ahead >= request.limit):
                 continue  # all is in flight
             take = pending if pending < budget else budget
             used = request.num_computed + take
-            reserve = min(used + lookahead, self._limit(request) - 1) if lookahead else 0
+            reserve = min(used + lookahead, request.limit - 1) if lookahead else 0
             kv.slide(request.id, request.num_computed)
             while (new_blocks := kv.grow(request.id, used, reserve)) is None:
-                victim = self.policy.victim(self.running)
-                gone = chosen.pop(victim, None)
-                budget += gone.take if gone else 0
-                self._preempt(victim, self._shortage(request, max(used, reserve)))
-                if victim is request:
+                cause = self._shortage(request, max(used, reserve))
+                for victim in self._victims(request):
+                    gone = chosen.pop(victim, None)
+                    budget += gone.take if gone else 0
+                    self._preempt(victim, cause)
+                if request.state is not State.RUNNING:
                     break
             if new_blocks is not None:
                 chosen[request] = _Part(take, new_blocks)
@@ -258,32 +289,34 @@ class Scheduler:
         The blocks of the whole known context are taken at once, and one more must be there (unless the request can
         never use it): so nobody starts only to be preempted in the middle of its prompt for want of its own blocks.
         """
-        if budget > 0 and self._slots and len(self.waiting):
-            self.policy.refresh(self.waiting)
+        if budget <= 0 or not self._slots or not len(self.waiting):
+            return
+        self.policy.refresh(self.waiting)
+        budget -= sum(request.group is not None and request not in chosen for request in self.running)  # beams that a later step serves
         while budget > 0 and self._slots:
             request = self.waiting.first()
             if request is None or not all(allows(request) for allows in self._admission):
                 return
-            length, most = len(request.tokens), self._limit(request) - 1
+            group = request.group
+            if group is not None and (len(self._slots) < group.width or (budget < group.width and self.running)):
+                return
+            length, most = len(request.tokens), request.limit - 1
             scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
-            fork = self._fork(request, chosen)
+            fork = self._fork(request)
             match = fork or (self.kv.match(request.tokens, request.block_keys) if scored else NO_MATCH)  # what must be scored must be computed
             room = max(min(length + self.kv.block_size, most), min(length + self._lookahead, most))
-            table = self.kv.admit(request.id, match, min(length + self._lookahead, most), room, request.block_keys)
+            reserve = 0 if group is None else group.reserve(self.kv)
+            more = (group.width - 1) * reserve * self.kv.block_size if group is not None else 0
+            table = self.kv.admit(request.id, match, min(length + self._lookahead, most), room + more, request.block_keys)
             if table is None:
                 return
             self.waiting.remove(request)
-            self.running.append(request)
-            request.state = State.RUNNING
-            request.slot = self._slots.pop()
-            start, back = match.num_tokens, 0
-            request.known = length
+            self._seat(request)
+            start = match.num_tokens
             if match.tail is not None:
                 self._preempter.copy(match.tail, table[len(match.blocks)])
             if request.preemptions:
-                unscored = length if scored else request.num_scored
-                start, back = self._preempter.come_back(request, table, start, unscored, self.counters.steps + 1)
-                self.counters.blocks_in += back
+                start = self._come_back(request, table, start, length if scored else request.num_scored)
             else:
                 if fork is None:
                     request.num_cached = match.num_tokens
@@ -295,12 +328,40 @@ class Scheduler:
             take = min(length - start, budget)
             self.kv.grow(request.id, start + take)
             keys += self._seal(request, start + take)  # the next one admitted may use it
-            chosen[request] = _Part(take, table, True)
+            chosen[request] = _Part(take, table)
             budget -= take
             found, forked = (0, match.num_tokens) if fork else (match.num_tokens, 0)
             self._events.append(Admitted(request.id, request.slot, found, request.preemptions > 0, forked, start - match.num_tokens))
+            if group is not None:
+                budget -= self._seat_others(group, reserve)
 
-    def _fork(self, request: Request, chosen: dict[Request, _Part]) -> Match | None:
+    def _seat(self, request: Request) -> None:
+        """Give a request that has a table a slot: it runs."""
+        self.running.append(request)
+        request.state = State.RUNNING
+        request.slot = self._slots.pop()
+        request.fresh, request.idle = True, False
+        request.known = len(request.tokens)
+
+    def _come_back(self, request: Request, table: list[int], cached: int, most: int) -> int:
+        """Fill a preempted request's table from the tier, beyond what the cache had of it. Returns the tokens that it has then."""
+        start, moved = self._preempter.come_back(request, table, cached, most, self.counters.steps + 1)
+        self.counters.blocks_in += moved
+        return start
+
+    def _seat_others(self, group: BeamGroup, reserve: int) -> int:
+        """Give the beams of a group whose leader was admitted their slots, and ``reserve`` blocks each. Returns how many they are."""
+        for request in group.others:
+            table = self.kv.admit(request.id, NO_MATCH, reserve * self.kv.block_size)
+            assert table is not None  # room was there
+            self._seat(request)
+            request.idle = True
+            self._events.append(Admitted(request.id, request.slot, 0, request.preemptions > 0))
+        if group.waits:
+            self._trunks.append(group)
+        return group.width - 1
+
+    def _fork(self, request: Request) -> Match | None:
         """What a sample takes over from another of its prompt, which runs and has computed it in earlier steps; else None.
 
         With the prefix cache alone it would find the full blocks; but that may be off, and what is in the prompt's last
@@ -309,7 +370,7 @@ class Scheduler:
         parent = self._requests.get(request.fork_of) if request.fork_of else None
         if parent is None or parent.state is not State.RUNNING or parent.num_computed < request.num_prompt or request.preemptions:
             return None
-        if (part := chosen.get(parent)) is not None and part.first:
+        if parent.fresh:
             return None  # resumed in this plan: what it found in the cache may be filled by this step, and copies are made before
         # Its last row is computed again, with its own seed: never for a prompt of one token.
         start = request.num_prompt - 1
@@ -330,12 +391,23 @@ class Scheduler:
         pool = self.kv.pool
         return f"{needy.id} needed {self.kv.blocks_for(tokens)} blocks for {tokens} tokens, {pool.num_available} of {pool.num_blocks} were free"
 
+    def _victims(self, needy: Request) -> list[Request]:
+        """Who gives way together to one that needs blocks: the group of the last in policy order."""
+        victim = self.policy.victim([request for request in self.running if request is request.head])
+        if victim.group is not None:
+            return list(victim.group.members)
+        root = victim.fork_of or victim.id
+        samples = [request for request in self.running if (request.fork_of or request.id) == root]
+        return [victim] if needy in samples else samples
+
     def _preempt(self, victim: Request, cause: str, *, sound: bool = True) -> None:
         """Take a running request's blocks and slot; it goes back to its place in the queue and computes anew what neither
         the tier nor, by then, the cache has kept. Not ``sound``: what is in its blocks is not known.
 
         Output tokens are kept. Rank and arrival order stay, so it is resumed before whoever came later.
         """
+        if sound and victim in self._copies:
+            self._preempter.copy(*self._copies.pop(victim))  # before its blocks are moved out
         away = self._preempter.give_way(victim, self.kv.table(victim.id), self.counters.steps + 1, sound=sound)
         freed, lost = self._leave_slot(victim, sound), victim.num_computed - away.tokens
         self._events.append(Preempted(victim.id, cause, lost, freed, away.how, away.blocks, away.seconds))
@@ -345,17 +417,31 @@ class Scheduler:
         victim.num_computed = 0
         victim.preemptions += 1
         victim.state = State.WAITING
-        self.waiting.push(victim)
+        if victim is victim.head:
+            self.waiting.push(victim)
 
     def _leave_slot(self, request: Request, sound: bool = True) -> int:
         """Give up slot and blocks, and make every result in flight stale. Returns the blocks that nobody uses any more."""
         self.running.remove(request)
         self._slots.append(request.slot)
-        self._freed.append(request.slot)
+        self._vacate(request)
         request.slot = -1
+        if request.group is not None:
+            self._forget_rows(request.group)
         request.epoch += 1
         request.ahead = 0
         return self.kv.release(request.id, sound)
+
+    def _vacate(self, request: Request) -> None:
+        """What the runner knows of the request in a slot no longer holds."""
+        if not request.fresh:  # else it knows nothing
+            self._freed.append(request.slot)
+        self._copies.pop(request, None)
+
+    def _forget_rows(self, group: BeamGroup) -> None:
+        group.reset()
+        if group in self._trunks:
+            self._trunks.remove(group)
 
     def _build(self, chosen: dict[Request, _Part], keys: list[bytes]) -> StepPlan:
         """Turn the choice into a plan, and advance the requests as if it were computed."""
@@ -363,20 +449,24 @@ class Scheduler:
         items, charge, total = [], self.policy.charge, 0
         for request, part in chosen.items():
             take, new_blocks = part.take, part.new_blocks
+            if request in self._copies:
+                self._preempter.copy(*self._copies.pop(request))
             start = request.num_computed
             end = request.num_computed = start + take
             sample = end == len(request.tokens) + request.ahead
             if start >= request.known:
                 items.append(PlanItem(request.slot, request.epoch, start, [-1], sample, new_blocks))
             else:
-                init = _introduce(request) if part.first else None
+                init = None
+                if request.fresh:
+                    init, new_blocks, request.fresh = _introduce(request), self.kv.table(request.id), False
                 rows = _rows_to_score(request, start, end)
                 items.append(PlanItem(request.slot, request.epoch, start, request.tokens[start:end], sample, new_blocks, init, 0, *rows))
             self._turn += 1
             request.served = self._turn
             if sample:
-                request.ahead += 1
-                charge(request, 0, 1)
+                request.ahead += request.group is None  # what comes after a beam is not known before its group has selected
+                charge(request.head, 0, 1)
             total += take
         self.counters.tokens_planned += total
         freed, self._freed = self._freed, []
@@ -407,7 +497,7 @@ class Scheduler:
             if request.epoch != item.epoch:
                 continue
             if found.error is not None:
-                deltas.append(self._end(request, Delta(request.id, finish_reason="error", error=found.error, num_cached=request.num_cached)))
+                deltas += self._give_up(request, "error", found.error)
                 continue
             if item.score_to > item.score_from:
                 request.num_scored = item.score_to
@@ -416,11 +506,31 @@ class Scheduler:
                 self.counters.tokens_recomputed += again
                 if recovered is not None:
                     self._events.append(recovered)
-            if item.sample:
+            if item.sample and request.group is None:
                 deltas.append(self._append(request, found))
-            elif found.prompt_logprobs:
+                continue
+            if found.prompt_logprobs:
                 deltas.append(Delta(request.id, prompt_logprobs=found.prompt_logprobs, num_cached=request.num_cached))
+            if item.sample and request.group is not None:
+                deltas += self._row_in(request.group, request, found)
         return deltas
+
+    def _row_in(self, group: BeamGroup, request: Request, found: SlotResult) -> list[Delta]:
+        """A beam's row is in. With the last of its group's the search selects the next beams, or is over."""
+        self.counters.tokens_sampled += 1
+        assert found.logprobs is not None
+        if not group.row_in(request, found.logprobs[0]):
+            return []
+        moved = group.select(self.kv)
+        if moved is None:
+            return [self._end(self._requests[delta.request_id], delta) for delta in group.deltas()]
+        for heir, copy in moved:
+            self._vacate(heir)
+            heir.epoch += 1
+            heir.fresh = True
+            if copy is not None:
+                self._copies[heir] = copy
+        return []
 
     def _append(self, request: Request, found: SlotResult) -> Delta:
         """A sampled token becomes a token of the request, which may be its last."""
@@ -440,7 +550,7 @@ class Scheduler:
                 return "stop", None
             if token in params.stop_token_ids:
                 return "stop", token
-        return ("length", None) if len(request.tokens) >= self._limit(request) else (None, None)
+        return ("length", None) if len(request.tokens) >= request.limit else (None, None)
 
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:
         """End every request that has a part in a plan which could not be executed. Returns their last deltas.
@@ -456,9 +566,9 @@ class Scheduler:
         for request, item in zip(self._in_flight.pop(plan.number), plan.items, strict=True):
             if request.epoch == item.epoch:
                 ended.add(request.id)
-                deltas.append(self._end(request, Delta(request.id, finish_reason="error", error=message, num_cached=request.num_cached)))
+                deltas += self._give_up(request, "error", message, sound=False)
         self._start_anew(f"step {plan.number} failed", blocks, back | ended)
-        taken = {request.slot for request in self.running}
+        taken = {request.slot for request in self.running if not request.fresh}
         self._freed.extend(slot for slot in plan.freed if slot not in self._freed and slot not in taken)
         return deltas
 
@@ -485,26 +595,37 @@ class Scheduler:
     def _start_anew(self, why: str, blocks: set[int], requests: set[str]) -> None:
         """Those of these requests that run, who forked them, and who holds one of these blocks."""
         for request in list(self.running):
+            if request.state is not State.RUNNING:
+                continue  # with its group, a moment ago
             if request.id in requests or request.fork_of in requests or not blocks.isdisjoint(self.kv.table(request.id)):
-                self._preempt(request, f"{why}, on which {request.id} depends", sound=False)
+                for each in [request] if request.group is None else list(request.group.members):
+                    self._preempt(each, f"{why}, on which {request.id} depends", sound=False)
 
-    def _end(self, request: Request, delta: Delta) -> Delta:
-        """The one way out: everything the request held is given up. Returns its last delta."""
-        parked = False
+    def _give_up(self, request: Request, reason: str, error: str | None, *, sound: bool = True) -> list[Delta]:
+        """End a request, and with a beam its whole group, before its time."""
+        family = [request] if request.group is None else list(request.group.members)
+        return [
+            self._end(each, Delta(each.id, finish_reason=reason, error=error, num_cached=each.num_cached), sound=sound) for each in family
+        ]
+
+    def _end(self, request: Request, delta: Delta, *, sound: bool = True) -> Delta:
+        """The one way out: everything the request held is given up. Returns its last delta. Not ``sound``: what is in its blocks is not known."""
+        known = request is request.head  # to the policy
         if request.state is State.RUNNING:
-            self._leave_slot(request)
+            self._leave_slot(request, sound)
         else:
-            siblings = self._parked.get(request.fork_of, [])
-            if parked := request in siblings:
-                siblings.remove(request)
-            else:
+            if request in self.waiting:
                 self.waiting.remove(request)
+            else:  # parked, or one of a group that its leader stands for or that is not complete
+                known = False
+                if siblings := self._parked.get(request.fork_of):
+                    siblings.remove(request)
             request.epoch += 1
         request.state = State.FINISHED
         del self._requests[request.id]
         self._preempter.forget(request.id)
         assert delta.finish_reason is not None
-        if not parked:
+        if known:
             self.policy.ended(request)
         self._unpark(request)
         if self._predicted is not None:
@@ -512,15 +633,31 @@ class Scheduler:
         self._events.append(Finished(request.id, delta.finish_reason))
         return delta
 
+    def _check_groups(self) -> list[Request]:
+        """Restate the groups' invariants: all run, or all wait. Returns the beams that wait outside the queue."""
+        outside = []
+        for group in {r.group: None for r in self._requests.values() if r.group is not None}:
+            running = {member.state is State.RUNNING for member in group.members}
+            assert len(running) == 1, f"the group of {group.leader.id} runs in part"
+            assert (group.leader in self.waiting) == (group.complete and running == {False}), f"{group.leader.id} is not in its place"
+            outside += [m for m in group.members if m not in self.waiting] if running == {False} else []
+            assert not group.leader.idle and group.width >= len(group.members)
+            group.check(self.kv)
+        return outside
+
     def check(self) -> None:
         """Restate the invariants from nothing, those of the KV manager included.
 
         Raises: AssertionError, saying what is wrong.
         """
         self.kv.check()
-        waiting = [*self.waiting, *(r for parked in self._parked.values() for r in parked)]
+        parked = [r for parked in self._parked.values() for r in parked]
+        waiting = [*self.waiting, *parked, *self._check_groups()]
         assert self._parked.keys() <= self._requests.keys(), "somebody waits for a request that is gone"
-        self._preempter.check({r.id for r in waiting}, set(self._requests))
+        self._preempter.check({r.id for r in waiting} | {r.id for r in self.running if r.idle}, set(self._requests))
+        for request, (source, target) in self._copies.items():
+            assert request.fresh and request.state is State.RUNNING, f"a block is to be copied for {request.id}, which has begun, or is gone"
+            assert self.kv.table(request.id)[request.num_computed // self.kv.block_size] == target != source
         assert sorted(r.id for r in [*waiting, *self.running]) == sorted(self._requests), "a request is lost, or in two places"
         assert self.kv.holders() == {r.id for r in self.running}, "a table without a running request, or the reverse"
         slots = [r.slot for r in self.running] + self._slots
@@ -532,15 +669,16 @@ class Scheduler:
         for request in self.running:
             known = len(request.tokens) + request.ahead
             assert request.state is State.RUNNING and 0 <= request.num_computed <= known, request
-            assert len(request.tokens) < self._limit(request), f"{request.id} should have ended"
+            assert len(request.tokens) < request.limit, f"{request.id} should have ended"
             flying = [(r, n) for n, requests in self._in_flight.items() for r in requests if r is request]
             assert request.ahead <= len(flying), f"{request.id} waits for a token that no plan samples"
 
 
 def _introduce(request: Request) -> SlotInit:
     """All that a runner needs to know about a request that is given a slot."""
+    params = request.params if request.group is None else request.group.told(request)
     return SlotInit(
-        request.id, request.params, request.seed, request.num_prompt, list(request.tokens), request.eos_ids, request.bad_words
+        request.id, params, request.seed, request.num_prompt, list(request.tokens), request.eos_ids, request.bad_words
     )
 
 

@@ -46,7 +46,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
     options = template_options(request)
     documents = free_json(request.documents, list[Json], "documents")
-    llm.check_room(params.n)
+    llm.check_room(params.num_sequences)
     text = await llm.render(messages, tools=tools, documents=documents, **options)
     room = llm.max_model_len - (asked or 1)
     prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens), settings=settings, field="messages")

@@ -50,9 +50,10 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     llm.inputs.check(params)
     check_priority(request.priority or 0, llm.config.scheduler.policy)
     given = parse_prompts(request.prompt, llm.max_model_len, settings)
-    count = len(given) * params.n
+    count = len(given) * params.num_sequences
     if count > settings.max_choices:
-        raise invalid(f"{len(given)} prompts with n={params.n} ask for {count} answers; at most {settings.max_choices} are given", "n")
+        each_asks = f"{params.width_field}={params.num_sequences}"
+        raise invalid(f"{len(given)} prompts with {each_asks} ask for {count} answers; at most {settings.max_choices} are given", params.width_field)
     if not prompt_only or scores is not None:
         llm.check_room(len(given) if prompt_only else count)
     room = max(1, llm.max_model_len - (usual or 1))
@@ -62,7 +63,9 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
         check_room(len(prompt.ids), asked, llm.max_model_len)
     n = params.n
     if prompt_only:  # one run scores the prompt for all n
-        params = msgspec.structs.replace(params, n=1, logprobs=None)
+        params = msgspec.structs.replace(
+            params, n=1, logprobs=None, use_beam_search=False, best_of=None, length_penalty=1.0, early_stopping=False
+        )
     return Job(context, request, answer_id, prompts, params, n, prompt_only, tenant, http.scope["state"]["arrival"])
 
 

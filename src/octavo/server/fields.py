@@ -6,7 +6,7 @@ from typing import Any, ClassVar, get_type_hints
 import msgspec
 from msgspec import Raw
 
-from octavo.core.sampling import SamplingParams
+from octavo.core.sampling import BEAM_NEUTRAL, SamplingParams
 from octavo.errors import ContextTooLong, InvalidRequest
 from octavo.server.body import MOST_MESSAGES, TooMany, count_marks, decode, first_byte, outside_strings, shown
 from octavo.server.errors import ApiError, invalid, unserved
@@ -16,6 +16,7 @@ from octavo.server.settings import ServerSettings
 SAMPLING = (  # fields that are SamplingParams' own; None leaves the model's default
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids",
     "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids",
+    "use_beam_search", "best_of", "length_penalty", "early_stopping",
 )
 INT_LIMIT = 2**31  # whole numbers beyond it mean nothing anywhere and may not fit where they go
 _MOST_SMALL = 1000  # bytes: a harmless value of an unserved field is shorter
@@ -105,14 +106,17 @@ def sampling(
     n = given.get("n", 1)
     if n > settings.max_n:
         raise invalid(f"n is {n}; at most {settings.max_n} answers to one prompt are given", "n")
+    if (width := given.get("best_of", n)) > settings.max_n:
+        raise invalid(f"best_of is {width}; at most {settings.max_n} sequences are ranked", "best_of")
     _check_sizes(given, settings, vocab)
-    _check_best_of(request.best_of, n)
     if request.cache_salt == "":
         raise invalid("cache_salt is empty: give a text, or leave it out", "cache_salt")
     given["max_tokens"] = defaults.max_tokens if max_tokens is None else max_tokens
     if max_tokens is None and given["max_tokens"] is not None and given.get("min_tokens", 0) > given["max_tokens"]:
         given["max_tokens"] = None  # the model's own limit gives way to what the request asks for
     base = {name: getattr(defaults, name) for name in defaults.__struct_fields__}
+    if request.use_beam_search:  # how the model likes to be sampled is not asked: nothing is sampled
+        base = {name: value for name, value in base.items() if name not in BEAM_NEUTRAL}
     try:
         return SamplingParams(**(base | given | {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}))
     except InvalidRequest as error:
@@ -243,14 +247,6 @@ def _check_sizes(given: Mapping[str, Any], settings: ServerSettings, vocab: int)
     for place, word in enumerate(given.get("bad_words", ())):
         if len(word) > settings.max_bad_word_chars:
             raise invalid(f"bad_words[{place}] has {len(word)} characters; at most {settings.max_bad_word_chars} are accepted", "bad_words")
-
-
-def _check_best_of(best_of: int | None, n: int) -> None:
-    if best_of is None or best_of == n:
-        return
-    if best_of < n:
-        raise invalid(f"best_of is {best_of}, below n ({n})", "best_of")
-    raise unserved(f"best_of is {best_of}, above n ({n}): ranking answers is not served by this version", "best_of")
 
 
 def _bound(name: str, value: int | None) -> None:

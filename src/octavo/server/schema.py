@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from octavo.core.sampling import MOST_LENGTH_PENALTY
+
 Json = dict[str, Any]
 DEFAULT_MAX_TOKENS = 16  # of a completion, as the API has it; less where the context leaves less
 
@@ -24,6 +26,7 @@ NO_EFFECT = Meta(description="Accepted; has no effect.")
 NoOp = Annotated[Raw, NO_EFFECT]
 SALTED = Meta(description="Cached prefixes are shared only between requests with the same one.")
 TENANT = Meta(description="Whose share of the engine this is, where neither API key nor X-Tenant says.")
+BEAMS = Meta(description="The n best sequences of a search with best_of beams. A stream gets each whole, when all are found.")
 NOT_SERVED = "Not served yet: only values that ask for nothing are accepted."
 
 
@@ -78,6 +81,10 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[Annotated[str, bounded(minLength=1)]] | None = None
     logit_bias: dict[int, Annotated[float, bounded(-100, 100)]] | None = None
     allowed_token_ids: Ids | None = None
+    use_beam_search: Annotated[bool | None, BEAMS] = None
+    best_of: Annotated[int | None, bounded(1)] = None  # the number of beams; without use_beam_search only n itself is served
+    length_penalty: Annotated[float | None, bounded(-MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY)] = None
+    early_stopping: Annotated[bool | str | None, bounded(enum=[True, False, "never", None])] = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int | None, bounded(0, 2**31 - 1)] = None
     prompt_logprobs: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
@@ -99,9 +106,6 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     # accepted, without effect
     spaces_between_special_tokens: Annotated[bool | None, NO_EFFECT] = None
     # known, not served
-    best_of: Annotated[int | None, bounded(1)] = None  # n or less than n is an error of its own; more asks for ranking
-    use_beam_search: unserved(False) = None  # type: ignore[valid-type]
-    length_penalty: unserved(1, 1.0) = None  # type: ignore[valid-type]
     response_format: unserved({"type": "text"}) = None  # type: ignore[valid-type]
     structured_outputs: Unserved = None  # type: ignore[assignment]
     guided_json: Unserved = None  # type: ignore[assignment]

@@ -49,6 +49,11 @@ def logprob(state: int, token: int) -> float:
     return -(mix(state, token) >> 32) / 2**28
 
 
+def most_likely(state: int, vocab: int) -> list[int]:
+    """All tokens, by falling log-probability after the sequence with this hash; of equals the lowest id first."""
+    return sorted(range(vocab), key=lambda token: (-logprob(state, token), token))
+
+
 class VirtualClock:
     """Time that moves only when told to."""
 
@@ -200,7 +205,10 @@ class SimExecutor:
         _require(count > 0 and start == slot.computed, plan, item, f"has {slot.computed} tokens computed, the item starts at {start}")
         _require(end <= len(slot.tokens), plan, item, f"has {len(slot.tokens)} tokens, the item ends at {end}")
         _require(end <= len(slot.table) * self.block_size, plan, item, f"has blocks for fewer than {end} tokens")
-        expected = slot.tokens[start:end] if start < told else [-1]
+        if params.use_beam_search and start >= told and start == len(slot.tokens) - 1:
+            _require(item.tokens[0] >= 0, plan, item, "is a beam's, and the item does not name its token")
+            slot.tokens[start:] = item.tokens  # whatever was sampled there
+        expected = slot.tokens[start:end] if start < told or params.use_beam_search else [-1]
         _require(item.tokens == expected, plan, item, f"expects tokens {expected}, the item says {item.tokens}")
         _require(item.sample == (end == len(slot.tokens)), plan, item, "samples exactly when nothing is left to compute")
         _require(item.num_draft == 0, plan, item, "has drafts")
@@ -256,10 +264,10 @@ class SimExecutor:
         return slot.table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _row(self, state: int, token: int, top: int) -> LogprobRow:
-        """``token`` as the most likely one, then the ids from 0 on, as many alternatives as asked for."""
-        count = self.vocab if top < 0 else min(top, self.vocab)
-        ids = [token, *(i for i in range(count) if i != token)][:count]
-        return LogprobRow(token, logprob(state, token), 1, ids, [logprob(state, i) for i in ids])
+        """``token``, and the most likely ids, as many alternatives as asked for."""
+        ids = most_likely(state, self.vocab)[: self.vocab if top < 0 else top] if top else []
+        rank = 1 + sum(logprob(state, other) > logprob(state, token) for other in range(self.vocab))
+        return LogprobRow(token, logprob(state, token), rank, ids, [logprob(state, i) for i in ids])
 
 
 def _require(holds: bool, plan: StepPlan, item: PlanItem | None, message: str) -> None:
