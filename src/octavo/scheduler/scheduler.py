@@ -204,6 +204,15 @@ class Scheduler:
         scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
         return self.kv.match(request.tokens, request.block_keys).num_tokens if scored else 0
 
+    def reset_cache(self) -> int:
+        """Forget all that is cached. What requests have computed, or their forks will take over, they keep, also in the tier, and nobody finds
+        it. Returns how many blocks became free."""
+        for request in self._requests.values():
+            source = self._requests.get(request.fork_of, request)
+            if source.state is State.RUNNING or source.preemptions or request.preemptions:
+                request.block_keys = None
+        return self.kv.reset_cache()
+
     def preemption_stats(self) -> PreemptionStats:
         """What preemptions did since the start."""
         c, tier = self.counters, self._preempter.tier
@@ -361,6 +370,8 @@ class Scheduler:
         parent = self._requests.get(request.fork_of) if request.fork_of else None
         if parent is None or parent.state is not State.RUNNING or parent.num_computed < request.num_prompt or request.preemptions:
             return None
+        if parent.fresh:
+            return None  # resumed in this plan: what it found in the cache may be filled by this step, and copies are made before
         # Its last row is computed again, with its own seed: never for a prompt of one token.
         start = request.num_prompt - 1
         return self.kv.fork(parent.id, start) if start > 0 and self.kv.reaches(parent.id, start) else None
@@ -567,8 +578,8 @@ class Scheduler:
         if not self._preempter.failed:
             self._preempter.failed = True
             self._events.append(TierFailed(result.moves_error))
-        unfilled = any(plan.moves[place].kind == IN for place in result.failed_moves)
-        blocks, back = self._distrust(plan.number, plan.number if unfilled else plan.number + 1)
+        filled = any(move.kind == IN for move in plan.moves)  # perhaps from a slot that this very plan could not write
+        blocks, back = self._distrust(plan.number, plan.number if filled else plan.number + 1)
         self._start_anew(f"the swap tier failed in step {plan.number}", blocks, back)
 
     def _distrust(self, plan: int, since: int) -> tuple[set[int], set[str]]:
@@ -596,7 +607,6 @@ class Scheduler:
         return [
             self._end(each, Delta(each.id, finish_reason=reason, error=error, num_cached=each.num_cached), sound=sound) for each in family
         ]
-
 
     def _end(self, request: Request, delta: Delta, *, sound: bool = True) -> Delta:
         """The one way out: everything the request held is given up. Returns its last delta. Not ``sound``: what is in its blocks is not known."""
