@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def reset_cache(self) -> None:
         cached, free = self.kv.ledger().cached, self.kv.ledger().free
-        assert self.kv.reset_cache() == cached and self.kv.ledger().free == free + cached and self.kv.ledger().cached == 0
+        assert self.scheduler.reset_prefix_cache() == cached and self.kv.ledger().free == free + cached and self.kv.ledger().cached == 0
 
     @rule(seconds=st.integers(0, 60), salt=st.integers(0, 5))
     def time_passes(self, seconds: int, salt: int) -> None:

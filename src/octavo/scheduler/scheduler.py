@@ -199,6 +199,13 @@ class Scheduler:
         request = self._requests.get(request_id)
         return [] if request is None else self._give_up(request, "abort", None)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget all that is cached. Requests lose nothing; nobody else finds what they have now. Returns how many blocks became free."""
+        for request in self._requests.values():
+            if request.state is State.RUNNING or request.preemptions:  # its blocks, here or in the tier, are not for others any more
+                request.block_keys = None
+        return self.kv.reset_cache()
+
     def cached_tokens(self, request: Request) -> int:
         """Tokens that the prefix cache would spare this request now. Changes nothing."""
         scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
@@ -363,7 +370,11 @@ class Scheduler:
             return None
         # Its last row is computed again, with its own seed: never for a prompt of one token.
         start = request.num_prompt - 1
-        return self.kv.fork(parent.id, start) if start > 0 and self.kv.reaches(parent.id, start) else None
+        if start == 0 or not self.kv.reaches(parent.id, start):
+            return None
+        if parent.block_keys is None:  # what is not for others there is not for others here
+            request.block_keys = None
+        return self.kv.fork(parent.id, start)
 
     def _unpark(self, parent: Request) -> None:
         """Those that waited for this one's prompt go to their places in the queue."""
