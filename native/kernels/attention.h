@@ -82,7 +82,8 @@ template <class E, class S> FN void softmax_row(QueryTile &tile, int r, int64_t 
     }
     const float high_score = max_lanes(best);
     *top = high_score;
-    F sum = {}, most = {};
+    F sum = {};
+    I most = {};  // bits of the largest magnitude; a NaN's exceed all
     const bool tiles = matrix_units<E, S>(tile);
     for (int j = from; j < to; j++) {
         F p = seen(j, exp_small(load<F>(s + j * TOKENS) - high_score), 0.0f);
@@ -93,8 +94,8 @@ template <class E, class S> FN void softmax_row(QueryTile &tile, int r, int64_t 
             if constexpr (!Stored<S>::integer) p = round_act<E>(p);
         }
         if constexpr (Stored<S>::integer) {
-            const F mag = bits_to_f(f_to_bits(p) & 0x7fffffffu);
-            most = mag > most ? mag : (mag == mag ? most : mag);  // NaN stays
+            const I mag = (I)(f_to_bits(p) & 0x7fffffffu);
+            most = mag > most ? mag : most;
         }
         if (tiles)
             store<H>(tile.p16 + r * PARTITION + j * TOKENS, __builtin_convertvector(f_to_bits(p) >> 16, H));
@@ -103,35 +104,37 @@ template <class E, class S> FN void softmax_row(QueryTile &tile, int r, int64_t 
     }
     *mass = sum_lanes(sum);
     if constexpr (Stored<S>::integer) {
-        float largest = 0, inv;
-        for (int i = 0; i < LANES; i++) largest = most[i] > largest || most[i] != most[i] ? most[i] : largest;
-        tile.factor[r] = to_whole(largest, &inv);
+        int32_t largest = 0;
+        float inv;
+        for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+        tile.factor[r] = to_whole(as_float((uint32_t)largest), &inv);
         for (int j = from; j < to; j++) store_quads(tile.pi + (r * PARTITION + j * TOKENS) / 2, nearest(load<F>(s + j * TOKENS) * inv));
     }
 }
 
-// Adds a partition to what the rows that see it have so far.
+// Adds a partition to what the rows that see it have so far. Lanes are rows where they can be.
 static void combine(QueryTile &tile, int64_t base, const Partial &here) {
     const int64_t dp = tile.dp;
+    const F old = load<F>(tile.top), top = load<F>(here.top), both = top > old ? top : old;
+    const F before = exp16(old - both), now = exp16(top - both);
+    const F mass = load<F>(tile.mass) * before + load<F>(here.mass) * now;
     for (int r = 0; r < tile.rows; r++) {
         if (!sees(tile, r, base)) continue;
         float *sum = tile.sum + r * dp;
-        const float *part = here.out + r * dp, top = here.top[r], mass = here.mass[r];
+        const float *part = here.out + r * dp;
         if (!tile.begun[r]) {
-            tile.begun[r] = true, tile.top[r] = top, tile.mass[r] = mass;
+            tile.begun[r] = true, tile.top[r] = here.top[r], tile.mass[r] = here.mass[r];
             __builtin_memcpy(sum, part, (size_t)dp * 4);
             continue;
         }
-        const float both = top > tile.top[r] ? top : tile.top[r];
-        const F scales = exp16(F{tile.top[r] - both, top - both});
-        const float before = scales[0], now = scales[1];
-        for (int64_t c = 0; c < dp; c += LANES) store<F>(sum + c, load<F>(sum + c) * before + load<F>(part + c) * now);
-        tile.mass[r] = tile.mass[r] * before + mass * now;
-        tile.top[r] = both;
+        const float a = before[r], b = now[r];
+        for (int64_t c = 0; c < dp; c += LANES) store<F>(sum + c, load<F>(sum + c) * a + load<F>(part + c) * b);
+        tile.mass[r] = mass[r], tile.top[r] = both[r];
     }
 }
 
-template <class E, class S> static void score_blocks(const QueryTile &tile, const char *const *k, int from, int to) {
+// `next`: where the tile will read after this partition, a block for a block; it is fetched ahead.
+template <class E, class S> static void score_blocks(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to) {
 #ifdef OCTAVO_AMX
     if constexpr (sizeof(E) == 2 && sizeof(S) == 2) if (matrix_units<E, S>(tile)) {
         const int64_t dp = tile.dp;
@@ -155,23 +158,25 @@ template <class E, class S> static void score_blocks(const QueryTile &tile, cons
 #endif
     for (int r = 0; r < tile.rows; r += MAX_ROWS) {
         const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
+        const char *const *ahead = r == 0 ? next : nullptr;
         if constexpr (Stored<S>::integer) {
             with_rows<MAX_ROWS>(n, [&]<int MR>() {
-                constexpr int blocks = OCTAVO_WIDTH == 16 && MR <= 4 ? 2 : 1;
+                constexpr int blocks = OCTAVO_WIDTH < 16 ? 1 : MR <= 4 ? 4 : 2;
                 const int32_t *q = tile.qi + r * tile.dp / 2;
                 float *out = tile.scores + r * PARTITION;
                 int j = from;
-                for (; j + blocks <= to; j += blocks) dot_scores<S, MR, blocks>(q, tile.dp / 2, k + j, tile.dp, out + j * TOKENS, PARTITION);
-                for (; j < to; j++) dot_scores<S, MR, 1>(q, tile.dp / 2, k + j, tile.dp, out + j * TOKENS, PARTITION);
+                for (; j + blocks <= to; j += blocks) dot_scores<S, MR, blocks>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, PARTITION);
+                for (; j < to; j++) dot_scores<S, MR, 1>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, PARTITION);
             });
         } else {
             for (int j = from; j < to; j++)
-                product_rows<E>(n, 1, tile.q + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, 0, tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
+                product_rows<E>(n, 1, tile.q + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, ahead ? (ahead[j] - k[j]) / (int64_t)sizeof(S) : 0,
+                                tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
         }
     }
 }
 
-template <class E, class S> static void mix_blocks(const QueryTile &tile, const char *const *k, int from, int to, float *out) {
+template <class E, class S> static void mix_blocks(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to, float *out) {
     const int64_t dp = tile.dp, panel = kv_half<S>(LANES);
 #ifdef OCTAVO_AMX
     if constexpr (sizeof(E) == 2 && sizeof(S) == 2) if (matrix_units<E, S>(tile)) {
@@ -194,16 +199,23 @@ template <class E, class S> static void mix_blocks(const QueryTile &tile, const 
 #endif
     for (int r = 0; r < tile.rows; r += MAX_ROWS) {
         const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
+        const char *const *ahead = r == 0 ? next : nullptr;
         if constexpr (Stored<S>::integer) {
             with_rows<MAX_ROWS>(n, [&]<int MR>() {
                 const int32_t *p = tile.pi + (r * PARTITION + from * TOKENS) / 2;
-                for (int64_t c = 0; c < dp; c += 2 * LANES)
-                    dot_mix<S, MR, 2>(p, PARTITION / 2, k + from, kv_half<S>(dp) + c / LANES * panel, to - from, tile.factor + r, out + r * dp + c, dp);
+                const auto mix_panels = [&]<int NP>(int64_t c) {
+                    dot_mix<S, MR, NP>(p, PARTITION / 2, k + from, ahead ? ahead + from : ahead, kv_half<S>(dp) + c / LANES * panel, to - from,
+                                       tile.factor + r, out + r * dp + c, dp);
+                };
+                constexpr int panels = OCTAVO_WIDTH == 16 && MR <= 4 ? 4 : 2;
+                int64_t c = 0;
+                for (; c + panels * LANES <= dp; c += panels * LANES) mix_panels.template operator()<panels>(c);
+                for (; c < dp; c += 2 * LANES) mix_panels.template operator()<2>(c);
             });
         } else {
             for (int64_t c = 0; c < dp; c += LANES)
-                mix_rows<E, S>(n, tile.scores + r * PARTITION + from * TOKENS, PARTITION, k + from, kv_half<S>(dp) + c / LANES * panel, to - from,
-                               out + r * dp + c, dp);
+                mix_rows<E, S>(n, tile.scores + r * PARTITION + from * TOKENS, PARTITION, k + from, ahead ? ahead + from : ahead,
+                               kv_half<S>(dp) + c / LANES * panel, to - from, out + r * dp + c, dp);
         }
     }
 }
@@ -239,8 +251,12 @@ template <class E, class S> static void partition(const Run &run, QueryTile &til
     const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];  // both rise with the row
     const int from = base < low ? (int)((low - base) / TOKENS) : 0;
     const int to = high - base < PARTITION ? (int)((high - base) / TOKENS + 1) : PARTITION / TOKENS;
-    const char *k[PARTITION / TOKENS];
+    const char *k[PARTITION / TOKENS], *next[PARTITION / TOKENS];
+    const int64_t last = high / TOKENS;  // what lies behind it is another's, or no block
+    const bool more = base + PARTITION <= high;
     for (int j = from; j < to; j++) {
+        const int64_t then = base / TOKENS + PARTITION / TOKENS + j;
+        if (more) next[j] = unit + (size_t)table[then < last ? then : last] * run.block_bytes;
         k[j] = unit + (size_t)table[base / TOKENS + j] * run.block_bytes;
         if constexpr (Stored<S>::scaled) {
             const bf16 *scales = (const bf16 *)(k[j] + 2 * kv_half<S>(tile.dp));
@@ -248,7 +264,8 @@ template <class E, class S> static void partition(const Run &run, QueryTile &til
             store<F>(tile.vs + j * TOKENS, load_act(scales + TOKENS) * Stored<S>::unit);
         }
     }
-    score_blocks<E, S>(tile, k, from, to);
+    const char *const *ahead = more ? next : nullptr;
+    score_blocks<E, S>(tile, k, ahead, from, to);
     for (int r = 0; r < tile.rows; r++) {
         if (sees(tile, r, base)) {
             softmax_row<E, S>(tile, r, base, from, to, here.top + r, here.mass + r);
@@ -258,7 +275,7 @@ template <class E, class S> static void partition(const Run &run, QueryTile &til
             tile.factor[r] = 0;
         }
     }
-    mix_blocks<E, S>(tile, k, from, to, here.out);
+    mix_blocks<E, S>(tile, k, ahead, from, to, here.out);
 }
 
 // The quotients, rounded to act.

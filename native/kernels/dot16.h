@@ -8,17 +8,19 @@
 typedef int16_t NS __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 typedef int32_t NI __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 
-// For each lane of 32 bits, the sum of the products of its two words.
-FN NI dot_pairs(NS a, NS b) {
-#if defined(__AVX512BW__)
-    return (NI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+// For each lane of 32 bits, acc and the products of its two words.
+FN NI dot_pairs(NI acc, NS a, NS b) {
+#if defined(__AVX512VNNI__)
+    return (NI)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return acc + (NI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-    return (NI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return acc + (NI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
-    return (NI)_mm_madd_epi16((__m128i)a, (__m128i)b);
+    return acc + (NI)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
     const NI x = (NI)a, y = (NI)b;
-    return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+    return acc + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
 #endif
 }
 FN NS nsplat_pair(int32_t pair) { return (NS)(pair - NI{}); }
@@ -48,15 +50,18 @@ template <> struct Codes<Int4> {
     }
 };
 
-// Scores: out[row · ldo + 16·block] = q · K of NB blocks, as float32. q: [MR][ldq] pairs.
+// Scores: out[row · ldo + 16·block] = q · K of NB blocks, as float32. q: [MR][ldq] pairs. `next` (or null), here and below: the
+// blocks whose same part is fetched into the second cache meanwhile.
 template <class S, int MR, int NB>
-static __attribute__((noinline)) void dot_scores(const int32_t *q, int64_t ldq, const char *const *k, int64_t dp, float *out, int64_t ldo) {
+static __attribute__((noinline)) void dot_scores(const int32_t *q, int64_t ldq, const char *const *k, const char *const *next, int64_t dp, float *out,
+                                                 int64_t ldo) {
     constexpr int N = Codes<S>::vectors;
     NI acc[NB][MR][NV] = {};
     const int64_t rows = dp / (2 * N);
     for (int64_t i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (int b = 0; b < NB; b++)
+        for (int b = 0; b < NB; b++) {
+            if (next) __builtin_prefetch(next[b] + i * LANES * 4, 0, 2);
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
                 NS w[N];
@@ -64,8 +69,9 @@ static __attribute__((noinline)) void dot_scores(const int32_t *q, int64_t ldq, 
 #pragma GCC unroll 8
                 for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-                    for (int n = 0; n < N; n++) acc[b][r][v] += dot_pairs(w[n], nsplat_pair(q[r * ldq + i * N + n]));
+                    for (int n = 0; n < N; n++) acc[b][r][v] = dot_pairs(acc[b][r][v], w[n], nsplat_pair(q[r * ldq + i * N + n]));
             }
+        }
     for (int b = 0; b < NB; b++)
         for (int r = 0; r < MR; r++)
             for (int v = 0; v < NV; v++) store<NF>(out + r * ldo + b * TOKENS + v * OCTAVO_WIDTH, __builtin_convertvector(acc[b][r][v], NF));
@@ -74,25 +80,29 @@ static __attribute__((noinline)) void dot_scores(const int32_t *q, int64_t ldq, 
 // Products over tokens: out[row · ldo + 16·panel] = (Σ p · V over n blocks) · factor[row], for NP panels, `offset` bytes behind
 // v[block]. p: [MR][ldp] pairs. Int4 takes two panels at a time.
 template <class S, int MR, int NP>
-static __attribute__((noinline)) void dot_mix(const int32_t *p, int64_t ldp, const char *const *v, int64_t offset, int n, const float *factor, float *out,
-                                              int64_t ldo) {
+static __attribute__((noinline)) void dot_mix(const int32_t *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n,
+                                              const float *factor, float *out, int64_t ldo) {
     constexpr int N = Codes<S>::vectors, per = N / 2;
     NI acc[NP][MR][NV] = {};
     for (int j = 0; j < n; j++)
 #pragma GCC unroll 1
         for (int i = 0; i < TOKENS / 4; i++)
 #pragma GCC unroll 4
-            for (int c = 0; c < NP; c += per)
+            for (int c = 0; c < NP; c += per) {
+                const int64_t at = offset + (c / per * (TOKENS / 4) + i) * LANES * 4;
+                if (next) __builtin_prefetch(next[j] + at, 0, 2);
 #pragma GCC unroll 4
                 for (int w = 0; w < NV; w++) {
                     NS code[N];
-                    Codes<S>::take(v[j] + offset + (c / per * (TOKENS / 4) + i) * LANES * 4, w, code);
+                    Codes<S>::take(v[j] + at, w, code);
 #pragma GCC unroll 8
                     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
                         for (int m = 0; m < N; m++)
-                            acc[c + m / 2][r][w] += dot_pairs(code[m], nsplat_pair(p[r * ldp + j * (TOKENS / 2) + i * 2 + m % 2]));
+                            acc[c + m / 2][r][w] =
+                                dot_pairs(acc[c + m / 2][r][w], code[m], nsplat_pair(p[r * ldp + j * (TOKENS / 2) + i * 2 + m % 2]));
                 }
+            }
     for (int c = 0; c < NP; c++)
         for (int r = 0; r < MR; r++)
             for (int w = 0; w < NV; w++)

@@ -118,26 +118,28 @@ static void product_rows(int rows, int np, const float *a, int64_t lda, const S 
 }
 
 // Products over tokens: out[row·ldo + 16] = Σ over n blocks of p[row][16·block …] · v[block] (a panel of 16 tokens × 16 dims,
-// `offset` bytes behind v[block]).
+// `offset` bytes behind v[block]). `next` (or null): the blocks whose same part is fetched into the second cache meanwhile.
 template <class E, class S, int MR>
-static __attribute__((noinline)) void mix(const float *p, int64_t ldp, const char *const *v, int64_t offset, int n, float *out, int64_t ldo) {
+static __attribute__((noinline)) void mix(const float *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out,
+                                          int64_t ldo) {
     NF c[1][MR][NV] = {};
-    for (int j = 0; j < n; j++) group<E, MR, 1, TOKENS>(c, p + j * TOKENS, ldp, (const S *)(v[j] + offset), 0, 0);
+    for (int j = 0; j < n; j++)
+        group<E, MR, 1, TOKENS>(c, p + j * TOKENS, ldp, (const S *)(v[j] + offset), 0, next ? (next[j] - v[j]) / (int64_t)sizeof(S) : 0);
     for (int r = 0; r < MR; r++)
         for (int w = 0; w < NV; w++) store<NF>(out + r * ldo + w * OCTAVO_WIDTH, c[0][r][w]);
 }
 template <class E, class S>
-static void mix_rows(int rows, const float *p, int64_t ldp, const char *const *v, int64_t offset, int n, float *out, int64_t ldo) {
+static void mix_rows(int rows, const float *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out, int64_t ldo) {
     switch (rows) {
-        case 1: mix<E, S, 1>(p, ldp, v, offset, n, out, ldo); break;
-        case 2: mix<E, S, 2>(p, ldp, v, offset, n, out, ldo); break;
+        case 1: mix<E, S, 1>(p, ldp, v, next, offset, n, out, ldo); break;
+        case 2: mix<E, S, 2>(p, ldp, v, next, offset, n, out, ldo); break;
 #if OCTAVO_WIDTH == 16
-        case 3: mix<E, S, 3>(p, ldp, v, offset, n, out, ldo); break;
-        case 4: mix<E, S, 4>(p, ldp, v, offset, n, out, ldo); break;
-        case 5: mix<E, S, 5>(p, ldp, v, offset, n, out, ldo); break;
-        case 6: mix<E, S, 6>(p, ldp, v, offset, n, out, ldo); break;
-        case 7: mix<E, S, 7>(p, ldp, v, offset, n, out, ldo); break;
-        case 8: mix<E, S, 8>(p, ldp, v, offset, n, out, ldo); break;
+        case 3: mix<E, S, 3>(p, ldp, v, next, offset, n, out, ldo); break;
+        case 4: mix<E, S, 4>(p, ldp, v, next, offset, n, out, ldo); break;
+        case 5: mix<E, S, 5>(p, ldp, v, next, offset, n, out, ldo); break;
+        case 6: mix<E, S, 6>(p, ldp, v, next, offset, n, out, ldo); break;
+        case 7: mix<E, S, 7>(p, ldp, v, next, offset, n, out, ldo); break;
+        case 8: mix<E, S, 8>(p, ldp, v, next, offset, n, out, ldo); break;
 #endif
         default: __builtin_trap();
     }

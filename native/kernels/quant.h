@@ -42,7 +42,7 @@ FN Quad split(NU codes) { return {codes & 0x00ff00ffu, (codes >> 8) & 0x00ff00ff
 FN NI dot4(NI acc, Quad w, const char *a) {
     int32_t quad[2];
     __builtin_memcpy(quad, a, 8);
-    return acc + dot_pairs((NS)w.even, nsplat_pair(quad[0])) + dot_pairs((NS)w.odd, nsplat_pair(quad[1]));
+    return dot_pairs(dot_pairs(acc, (NS)w.even, nsplat_pair(quad[0])), (NS)w.odd, nsplat_pair(quad[1]));
 }
 #endif
 

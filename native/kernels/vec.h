@@ -53,10 +53,11 @@ FN float sum_lanes(F v) {
     return s;
 }
 FN F max_keep(F best, F x) { return x > best ? x : best; }  // NaN in x never wins
-FN float max_lanes(F v) {
-    float m = v[0];
-    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-    return m;
+FN float max_lanes(F v) {  // of numbers: the order has no influence but on the sign of a zero
+    v = max_keep(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = max_keep(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = max_keep(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return v[1] > v[0] ? v[1] : v[0];
 }
 
 // float32 → bfloat16, to nearest even, still in float32's place. Magnitudes below 2^-60 become +0: then no product

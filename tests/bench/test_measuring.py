@@ -10,7 +10,7 @@ from tests.cli.conftest import Octavo, octavo  # noqa: F401 - a fixture
 
 from octavo.bench import latency, throughput
 from octavo.bench.ceilings import Amount, Ceilings
-from octavo.bench.rig import Rig
+from octavo.bench.rig import Rig, busy
 from octavo.bench.steps import OpTime, Work, mean_profile
 from octavo.bench.tables import percentile, table
 from octavo.bench.workloads import WORKLOADS, batch, make, named
@@ -106,9 +106,23 @@ def test_mean_profile_of_steps_of_different_sizes() -> None:
     assert ops == [OpTime("a", 1.5, Amount(2, 1))]
 
 
+def test_a_busy_machine_is_told() -> None:
+    assert busy(0.9, 2) == "" and "a load of 7.5 on 2 cores" in busy(7.5, 2)
+
+
 def test_percentiles_and_tables() -> None:
     assert [percentile(range(1, 101), part) for part in (0, 0.5, 0.99, 1)] == [1, 50, 99, 100] and percentile([7], 0.99) == 7
     assert table(("name", "n"), [("a", 10), ("bcdef", None)]) == "name    n\na      10\nbcdef   –\n"
+
+
+def test_quantized_layers_are_products_of_bytes(tiny: str) -> None:
+    with Rig(tiny, {"num_threads": 1, "quantization": "int8"}, LogReport(LOGGER)) as rig:
+        found = rig.work.of(plan((0, 2, True)))
+        s = rig.work.spec
+        layer = s.hidden * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim + s.num_heads * s.head_dim * s.hidden + 3 * s.hidden * s.ffn
+        assert found.codes == 2 * (2 * s.num_layers * layer + s.hidden * s.vocab)
+        assert found.operations == 4 * s.num_layers * s.num_heads * s.head_dim * 3, "attention stays one of numbers"
+        assert rig.run(make(batch(1, 8, 3), rig.llm.vocab_size, 1)).seconds > 0
 
 
 def test_results_have_every_sample(rig: Rig) -> None:

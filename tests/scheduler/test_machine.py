@@ -142,7 +142,7 @@ class Machine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 6),
         priority=st.integers(-1, 1),
         tenant=st.sampled_from(["", "a", "b"]),
-        seed=st.integers(0, 2**64 - 1),
+        seed=st.one_of(st.just(7), st.integers(0, 2**64 - 1)),  # often the same: then outputs are shared, too
         eos=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         stop=st.lists(st.integers(0, VOCAB - 1), max_size=1),
         ignore_eos=st.booleans(),
@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def reset_cache(self) -> None:
         cached, free = self.kv.ledger().cached, self.kv.ledger().free
-        assert self.scheduler.reset_prefix_cache() == cached and self.kv.ledger().free == free + cached and self.kv.ledger().cached == 0
+        assert self.scheduler.reset_cache() == cached and self.kv.ledger().free == free + cached and self.kv.ledger().cached == 0
 
     @rule(seconds=st.integers(0, 60), salt=st.integers(0, 5))
     def time_passes(self, seconds: int, salt: int) -> None:

@@ -1,5 +1,7 @@
 """Swap or recompute: what is chosen, what it costs, and what becomes of a request whose blocks are in the tier."""
 
+from dataclasses import replace
+
 import pytest
 
 from octavo.config import SchedulerConfig
@@ -35,9 +37,10 @@ class Rig:
         self.plans: list[StepPlan] = []
         self.events: list[Event] = []
 
-    def add(self, name: str, prompt: int, output: int = 8, topic: int = 0, **params: object) -> Request:
+    def add(self, name: str, prompt: int, output: int = 8, topic: int = 0, fork_of: str = "", **params: object) -> Request:
         tokens = [(topic * 100 + i) % 1000 for i in range(prompt)]
-        request = Request(name, tokens, SamplingParams(max_tokens=output, ignore_eos=True, **params), prompt + output)  # type: ignore[arg-type]
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True, **params)  # type: ignore[arg-type]
+        request = Request(name, tokens, sampling, prompt + output, fork_of=fork_of)
         self.requests[name], self.deltas[name] = request, []
         self.scheduler.add(request)
         return request
@@ -312,6 +315,65 @@ def test_blocks_that_could_not_be_filled_take_nobodys_key() -> None:
     rig.drain()
 
 
+def test_who_comes_back_in_the_step_that_could_not_take_it_out_starts_anew() -> None:
+    """The move out fails and the move in does not: it brought back what was there before."""
+    rig = Rig(8)
+    rig.add("a", 10, 20, 1)
+    rig.add("b", 12, 20, 2)
+    for _ in range(2):
+        rig.commit(rig.plan())
+    rig.scheduler._preempt(rig.requests["b"], "for the test")
+    rig.broken = {OUT}
+    rig.commit(rig.plan())
+    assert {m.kind for m in rig.plans[-1].moves} == {OUT, IN} and len(rig.of(TierFailed)) == 1
+    rig.drain()
+
+
+# -- forks and resets
+
+
+def test_no_fork_copies_what_is_yet_to_be_filled() -> None:
+    """A parent comes back and finds its blocks in the cache as the same step fills them; copies are made before: its sample cannot fork it."""
+    rig = Rig(12, mode="recompute", caching=True, seqs=2)
+    rig.add("q", 6, 20)
+    rig.add("p", 6, 20)
+    rig.add("s", 6, 20, fork_of="p")  # all slots are taken
+    for _ in range(8):
+        rig.commit(rig.plan())
+    assert rig.requests["q"].tokens == rig.requests["p"].tokens
+    for name in ("q", "p"):
+        rig.scheduler._preempt(rig.requests[name], "for the test")
+    rig.scheduler.reset_cache()
+    rig.executor._memory = [None] * len(rig.executor._memory)
+    for request in rig.requests.values():
+        request.block_keys = rig.kv.root("", "")  # as if others had driven all of it out of the cache
+    rig.scheduler._slots.insert(0, 2)  # a third slot is free by now
+    rig.executor._num_slots = 3
+    rig.scheduler.config = replace(rig.scheduler.config, max_num_seqs=3)
+    rig.commit(rig.plan())
+    assert [(e.request_id, e.cached_tokens, e.forked_tokens) for e in rig.of(Admitted)[2:]] == [("q", 0, 0), ("p", 12, 0), ("s", 4, 0)]
+    rig.drain()
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_nobody_finds_what_was_computed_before_a_reset(away: bool) -> None:
+    """Neither through a sample that forks later, nor through the tier."""
+    rig = Rig(40, caching=True)
+    rig.add("p", 22, 4)
+    rig.add("s", 22, 4, fork_of="p")
+    rig.commit(rig.plan())
+    if away:
+        rig.scheduler._preempt(rig.requests["p"], "for the test")
+    rig.scheduler.reset_cache()
+    rig.drain()
+    assert sum(e.forked_tokens + e.swapped_tokens for e in rig.of(Admitted)) == 21 + 22 * away
+    new = rig.add("new", 22, 4)
+    rig.drain()
+    assert new.num_cached == 0 and rig.add("again", 22, 4).num_cached == 0
+    rig.drain()
+    assert rig.requests["again"].num_cached == 20
+
+
 # -- the choice
 
 
@@ -415,7 +477,7 @@ def test_nothing_from_before_a_reset_of_the_cache_is_found_after_it(kind: str, t
         if kind.startswith("swapped"):
             for request in list(rig.scheduler.running):
                 rig.scheduler._preempt(request, "for the test")
-        rig.scheduler.reset_prefix_cache()
+        rig.scheduler.reset_cache()
         resets += 1
         rig.finish()
         assert rig.kv.ledger().cached == 0, f"reset after {steps} steps"

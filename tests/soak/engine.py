@@ -98,6 +98,7 @@ def _params(draw: random.Random) -> SamplingParams:
         {"temperature": 1.0, "stop": draw.sample(STOPS, 2)}, {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3}, {"temperature": 1.0, "logit_bias": {7: 5.0}},
         {"temperature": 1.0, "bad_words": ["the"], "min_tokens": 1}, {"temperature": 1.0, "stop_token_ids": list(range(3, 40))},
+        {"temperature": 0.0, "use_beam_search": True, "n": draw.randint(1, 2), "best_of": draw.randint(2, 4), "length_penalty": draw.random()},
     ]
     return SamplingParams(**{"max_tokens": draw.choice((1, 4, 12, 32)), "ignore_eos": draw.random() < 0.5} | draw.choice(kinds))
 

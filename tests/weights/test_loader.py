@@ -10,6 +10,7 @@ from tests.checkpoints import make_tiny, random_weights, save_weights, tiny_conf
 
 from octavo.errors import CheckpointError, UnsupportedError
 from octavo.models import registry
+from octavo.ops.table import Stored
 from octavo.quant import bf16
 from octavo.weights import loader
 from octavo.weights.checkpoint import open_checkpoint
@@ -143,9 +144,12 @@ def test_nothing_is_read_before_all_is_checked(tmp_path: Path, monkeypatch: pyte
             registry.load(checkpoint, Recorder(), "float32")
 
 
-def write_gguf(path: Path, config: dict[str, Any], weights: dict[str, Any], arch: str, factors: Any = None) -> None:
-    """As converters write it: Llama's q and k rows pairwise, tensors under GGUF's names."""
+def write_gguf(
+    path: Path, config: dict[str, Any], weights: dict[str, Any], arch: str, factors: Any = None, types: dict[str, str] | None = None
+) -> None:
+    """As converters write it: Llama's q and k rows pairwise, tensors under GGUF's names. ``types``: of matrices, by the last part of their names."""
     gguf = pytest.importorskip("gguf")
+    pytest.importorskip("gguf.quants")
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -166,7 +170,12 @@ def write_gguf(path: Path, config: dict[str, Any], weights: dict[str, Any], arch
             value = np.ascontiguousarray(value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape))
         for old, new in names.items():
             name = name.replace(old, new)
-        writer.add_tensor(name, value)
+        kind = (types or {}).get(name.split(".")[-2]) if value.ndim == 2 else None
+        if kind is None:
+            writer.add_tensor(name, value)
+        else:
+            stored = getattr(gguf.GGMLQuantizationType, kind)
+            writer.add_tensor(name, gguf.quants.quantize(value, stored), raw_dtype=stored)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
@@ -254,3 +263,37 @@ def test_the_place_is_right_beyond_the_first_piece() -> None:
     tensor[2, 1] = np.inf
     assert loader.first_not_finite(tensor) == (2, 1)
     assert loader.first_not_finite(np.zeros((0, 4), np.float32)) is None
+
+
+def test_what_a_provider_keeps_comes_as_it_is_stored(tmp_path: Path) -> None:
+    """Matrices whose parts the provider all keeps: bytes, rows of rotary heads in halves. All others as numbers."""
+    config = tiny_config("llama")
+    path = tmp_path / "model.gguf"
+    types = {"attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q8_0", "attn_output": "Q4_1", "token_embd": "Q8_0"}
+    write_gguf(path, config, random_weights(config, 0, 0.1), "llama", types=types)
+    with open_checkpoint(path) as checkpoint:
+        w = registry.load(checkpoint, Recorder("gguf", ("Q5_0", "Q8_0")), "bfloat16").weights
+        plain = registry.load(checkpoint, Recorder(), "float32").weights
+        assert isinstance(w.embed[1][0], Stored) and w.embed[1][0].type == "Q8_0"
+        np.testing.assert_array_equal(w.embed[1][0].raw, checkpoint.read_stored("token_embd.weight"))
+        q, k, v = w.layers[1].qkv[1]
+        assert [(part.type, part.shape) for part in (q, k, v)] == [("Q5_0", (64, 64)), ("Q5_0", (32, 64)), ("Q8_0", (32, 64))]
+        for part, numbers in zip((q, k, v), plain.layers[1].qkv[1], strict=True):
+            np.testing.assert_array_equal(part.numbers(), numbers)
+        assert w.layers[1].o[1][0].dtype == np.uint16  # Q4_1: not kept
+        # Providers that quantize round once: they are given what is read.
+        assert registry.load(checkpoint, Recorder("int8"), "bfloat16").weights.layers[0].o[1][0].dtype == np.float32
+
+
+def test_a_stored_scale_that_is_no_number_is_told(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, config, random_weights(config, 0, 0.1), "llama", types={"ffn_down": "Q8_0"})
+    with open_checkpoint(path) as checkpoint:
+        raw = checkpoint.read_stored("blk.2.ffn_down.weight")
+        at = path.read_bytes().index(raw.tobytes())
+    data = bytearray(path.read_bytes())
+    data[at + 34 * 5 : at + 34 * 5 + 2] = np.array([np.inf], np.float16).tobytes()
+    path.write_bytes(data)
+    with open_checkpoint(path) as checkpoint, pytest.raises(CheckpointError, match=r"blk\.2\.ffn_down\.weight holds a scale that is not finite"):
+        registry.load(checkpoint, Recorder("gguf", ("Q8_0",)), "bfloat16")

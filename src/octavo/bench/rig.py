@@ -1,5 +1,6 @@
 """A loaded model under measurement: requests through LLM, as users make them; steps watched from outside."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from octavo.bench.workloads import Load
 from octavo.core.step import StepPlan
 from octavo.engine.report import Report
 from octavo.errors import WorkerDied
+from octavo.ops.threads import allowed_threads
+
+BUSY = 0.5  # of a core: a higher load is somebody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,10 @@ class Rig:
     """LLM(model, **settings) with ceilings and watched steps. A context manager. Raises: as LLM does."""
 
     def __init__(self, model: str, settings: dict[str, Any], report: Report) -> None:
+        load = os.getloadavg()[0]
         self.llm = LLM(model, report=report, **settings)
+        if words := busy(load, allowed_threads()):
+            tell(words)
         engine = self.llm.engine
         self._runner: Any = engine.core.executor
         config = self.llm.config
@@ -109,6 +116,13 @@ def tell(text: str) -> None:
     """A line of progress, for whoever watches."""
     sys.stderr.write(f"  {text}\n")
     sys.stderr.flush()
+
+
+def busy(load: float, threads: int) -> str:
+    """What to say of a machine whose load, before anything was measured, is that of others; nothing when it is quiet."""
+    if load <= BUSY * threads:
+        return ""
+    return f"the machine is busy: a load of {load:.1f} on {threads} cores before this began. Its figures, ceilings too, are worth little"
 
 
 def ceilings_line(ceilings: Ceilings | None) -> str:

@@ -20,12 +20,14 @@ SILENCE = 120.0  # seconds without any event on any stream: the server hangs
 
 @dataclass(slots=True)
 class Job:
-    """One request. ``drop_after``: close the connection after so many events, as a client that leaves does; 0: once it is sent."""
+    """One request. ``drop_after``: close the connection after so many events, as a client that leaves does; 0: once it is sent.
+    ``at``: seconds after the first moment, before which it is not sent."""
 
     key: Any
     path: str
     body: dict[str, Any]
     drop_after: int | None = None
+    at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ class _Stream:
 
 
 def drive(url: str, jobs: Iterable[Job], concurrency: int, api_key: str | None = None) -> Iterator[Result]:
-    """Run jobs, at most ``concurrency`` at once, the next as soon as one is over; yields results as they come.
+    """Run jobs, at most ``concurrency`` at once, each as soon as it is due and one is over; yields results as they come.
 
     ``jobs`` may be endless: close the generator to end. Raises: TimeoutError when nothing comes for two minutes; OSError when the
     server does not take a connection.
@@ -146,22 +148,26 @@ def drive(url: str, jobs: Iterable[Job], concurrency: int, api_key: str | None =
     address, family = _address(url)
     headers = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
     source, running = iter(jobs), 0
+    job = next(source, None)
+    began = heard = time.monotonic()
     with selectors.DefaultSelector() as selector:
         try:
-            while True:
-                while running < concurrency and (job := next(source, None)) is not None:
-                    stream = _Stream(job, address, family, headers)
-                    if job.drop_after == 0:
+            while running or job is not None:
+                while job is not None and running < concurrency and began + job.at <= time.monotonic():
+                    stream, job = _Stream(job, address, family, headers), next(source, None)
+                    if stream.job.drop_after == 0:
                         stream.sock.close()
                         stream.result.end, stream.result.ended = "dropped", time.monotonic()
                         yield stream.result
                         continue
                     selector.register(stream.sock, selectors.EVENT_READ, stream)
                     running += 1
-                if not running:
-                    return
-                ready = selector.select(SILENCE)
-                if not ready:
+                    heard = time.monotonic()
+                due = began + job.at - time.monotonic() if job is not None and running < concurrency else SILENCE
+                ready = selector.select(min(max(due, 0.0), SILENCE))
+                if ready:
+                    heard = time.monotonic()
+                elif running and time.monotonic() - heard >= SILENCE:
                     raise TimeoutError(f"{running} streams, and nothing came for {SILENCE:.0f} s")
                 for key, _ in ready:
                     stream = key.data
@@ -175,9 +181,9 @@ def drive(url: str, jobs: Iterable[Job], concurrency: int, api_key: str | None =
                 key.data.sock.close()
 
 
-def run(url: str, jobs: list[Job], concurrency: int) -> tuple[list[Result], float]:
+def run(url: str, jobs: list[Job], concurrency: int, api_key: str | None = None) -> tuple[list[Result], float]:
     """Run jobs in a process of their own. Returns the results, in the jobs' order, and the process' own seconds of processor time."""
-    task = {"url": url, "concurrency": concurrency, "jobs": [asdict(job) | {"key": place} for place, job in enumerate(jobs)]}
+    task = {"url": url, "concurrency": concurrency, "api_key": api_key, "jobs": [asdict(job) | {"key": place} for place, job in enumerate(jobs)]}
     done = subprocess.run([sys.executable, "-m", __spec__.name], input=json.dumps(task) + "\n", stdout=subprocess.PIPE, text=True, check=True)
     answer = json.loads(done.stdout)
     return [Result(**each | {"key": job.key}) for job, each in zip(jobs, answer["results"], strict=True)], answer["cpu_seconds"]
@@ -213,7 +219,7 @@ def _address(url: str) -> tuple[Any, int]:
 def _main() -> None:
     task = json.loads(sys.stdin.readline())
     began = time.process_time()
-    results = sorted(drive(task["url"], [Job(**each) for each in task["jobs"]], task["concurrency"]), key=lambda result: result.key)
+    results = sorted(drive(task["url"], [Job(**each) for each in task["jobs"]], task["concurrency"], task["api_key"]), key=lambda result: result.key)
     cpu = time.process_time() - began
     sys.stdout.write(json.dumps({"results": [asdict(result) for result in results], "cpu_seconds": cpu}) + "\n")
 

@@ -1,6 +1,6 @@
 """`octavo bench`: measuring, one command per question.
 
-Throughput, latency and kernels tell their progress on standard error, and end with one line of JSON: commit, build, machine, settings, samples.
+Throughput, latency, kernels and serve tell their progress on standard error, and end with a line of JSON: commit, build, machine, settings, samples.
 """
 
 import json
@@ -100,6 +100,29 @@ def experiments(
         rewrite(page, out, runner.NAMES)
 
 
+@app.command()
+def serve(
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible server, such as http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="The served model's name (default: the server's first).")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests.", min=1)] = 64,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens generated after each.", min=2)] = 128,
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests open at once (default: no limit).", show_default=False)] = None,
+    request_rate: Annotated[float | None, typer.Option(help="Requests a second, at random times (Poisson); default: all at once.",
+                                                       show_default=False)] = None,
+    vocab_size: Annotated[int, typer.Option(help="Prompts' token ids are below this.", min=2)] = 40_000,
+    seed: Annotated[int, typer.Option(help="Of prompts and times: another one for each run, or a prefix cache answers.")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="OCTAVO_API_KEY", show_envvar=True)] = None,
+    save: Save = None,
+) -> None:
+    """Load on a server, closed loop (--max-concurrency) or open loop (--request-rate): TTFT, TPOT, ITL, percentiles."""
+    from octavo.bench import serve as bench
+
+    text, found = bench.measure(url, model, num_prompts=num_prompts, tokens_in=input_len, tokens_out=output_len, concurrency=max_concurrency,
+                                rate=request_rate, vocab=vocab_size, seed=seed, api_key=api_key)
+    _hand_out(text, found, save)
+
+
 def _measure(model: str, settings: dict[str, Any], run: Any, save: Path | None) -> None:
     from octavo.cli.terminal import Startup
 
@@ -109,6 +132,11 @@ def _measure(model: str, settings: dict[str, Any], run: Any, save: Path | None) 
         rig = Rig(model, settings, startup)
     with rig:
         text, found = run(rig)
+    _hand_out(text, found, save)
+
+
+def _hand_out(text: str, found: dict[str, Any], save: Path | None) -> None:
+    """The table, and the result as the last line."""
     if save is not None:
         from octavo.bench import result
 

@@ -93,7 +93,7 @@ NEUTRAL_OPTIONS: Table = {
 
 OTHERS = (  # of single commands
     "host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name", "workloads", "batch_size", "input_len", "output_len",
-    "rows", "context", "text", "tasks", "reference", "window",
+    "rows", "context", "text", "tasks", "reference", "window", "num_prompts", "max_concurrency", "request_rate",
 )
 
 Command = Callable[..., None]

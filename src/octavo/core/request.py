@@ -48,7 +48,7 @@ class Request:
     num_computed: int = 0  # leading tokens whose K and V are in the cache
     num_scored: int = 0  # leading rows of the prompt whose prompt_logprobs are out already
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
-    block_keys: list[bytes] | None = None  # memo of its blocks' keys, extended by the KvManager; None: not cached
+    block_keys: list[bytes] | None = None  # memo of its blocks' keys, extended by the KvManager; None: its blocks are not for others
     state: State = State.WAITING
     slot: int = -1  # the runner's place for it while RUNNING
     fresh: bool = False  # the runner must be told whom the slot is for

@@ -90,7 +90,7 @@ class EngineCore:
         self._refuse_if_dead()
         if self.keeper is not None:
             self.keeper.forget()
-        return self._scheduler.reset_prefix_cache()
+        return self._scheduler.reset_cache()
 
     def step(self) -> list[Delta]:
         """Compute one step and return the news of all requests. Empty when nobody can get on now.

@@ -384,7 +384,7 @@ class Recorder:
 
     def _linear_info(self, name: str, rows: str, weight: Matrix, panels: Panels) -> OpInfo:
         share = panels.count * 16 if len(weight.pieces) > 1 else weight.n
-        return OpInfo(f"{name} {weight.k}→{share}", rows, panels.nbytes, weight.k * share)
+        return OpInfo(f"{name} {weight.k}→{share}", rows, panels.nbytes, weight.k * share, codes=panels.layout != 0)
 
     def _rope_table(self, rope: Any) -> Buffer:
         """Cosines and sines of the step's positions: one op for each distinct rope, before its first use."""

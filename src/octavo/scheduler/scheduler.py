@@ -199,17 +199,19 @@ class Scheduler:
         request = self._requests.get(request_id)
         return [] if request is None else self._give_up(request, "abort", None)
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all that is cached. Requests lose nothing; nobody else finds what they have now. Returns how many blocks became free."""
-        for request in self._requests.values():
-            if request.state is State.RUNNING or request.preemptions:  # its blocks, here or in the tier, are not for others any more
-                request.block_keys = None
-        return self.kv.reset_cache()
-
     def cached_tokens(self, request: Request) -> int:
         """Tokens that the prefix cache would spare this request now. Changes nothing."""
         scored = request.params.prompt_logprobs is None or request.num_scored >= request.num_prompt - 1
         return self.kv.match(request.tokens, request.block_keys).num_tokens if scored else 0
+
+    def reset_cache(self) -> int:
+        """Forget all that is cached. What requests have computed, or their forks will take over, they keep, also in the tier, and nobody finds
+        it. Returns how many blocks became free."""
+        for request in self._requests.values():
+            source = self._requests.get(request.fork_of, request)
+            if source.state is State.RUNNING or source.preemptions or request.preemptions:
+                request.block_keys = None
+        return self.kv.reset_cache()
 
     def preemption_stats(self) -> PreemptionStats:
         """What preemptions did since the start."""
@@ -368,13 +370,11 @@ class Scheduler:
         parent = self._requests.get(request.fork_of) if request.fork_of else None
         if parent is None or parent.state is not State.RUNNING or parent.num_computed < request.num_prompt or request.preemptions:
             return None
+        if parent.fresh:
+            return None  # resumed in this plan: what it found in the cache may be filled by this step, and copies are made before
         # Its last row is computed again, with its own seed: never for a prompt of one token.
         start = request.num_prompt - 1
-        if start == 0 or not self.kv.reaches(parent.id, start):
-            return None
-        if parent.block_keys is None:  # what is not for others there is not for others here
-            request.block_keys = None
-        return self.kv.fork(parent.id, start)
+        return self.kv.fork(parent.id, start) if start > 0 and self.kv.reaches(parent.id, start) else None
 
     def _unpark(self, parent: Request) -> None:
         """Those that waited for this one's prompt go to their places in the queue."""
@@ -578,8 +578,8 @@ class Scheduler:
         if not self._preempter.failed:
             self._preempter.failed = True
             self._events.append(TierFailed(result.moves_error))
-        unfilled = any(plan.moves[place].kind == IN for place in result.failed_moves)
-        blocks, back = self._distrust(plan.number, plan.number if unfilled else plan.number + 1)
+        filled = any(move.kind == IN for move in plan.moves)  # perhaps from a slot that this very plan could not write
+        blocks, back = self._distrust(plan.number, plan.number if filled else plan.number + 1)
         self._start_anew(f"the swap tier failed in step {plan.number}", blocks, back)
 
     def _distrust(self, plan: int, since: int) -> tuple[set[int], set[str]]:
@@ -607,7 +607,6 @@ class Scheduler:
         return [
             self._end(each, Delta(each.id, finish_reason=reason, error=error, num_cached=each.num_cached), sound=sound) for each in family
         ]
-
 
     def _end(self, request: Request, delta: Delta, *, sound: bool = True) -> Delta:
         """The one way out: everything the request held is given up. Returns its last delta. Not ``sound``: what is in its blocks is not known."""
