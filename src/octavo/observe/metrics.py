@@ -282,7 +282,8 @@ class Metrics(Collector):
         for direction, count in (("out", stats.blocks_out), ("in", stats.blocks_in)) if stats else (("out", 0), ("in", 0)):
             swapped.add_metric([*values, direction], count)
         yield swapped
-        for place, (name, text) in enumerate((("prompt", "Prompt tokens computed, by tenant."), ("generation", "Tokens generated, by tenant."))):
+        by_tenant = ("prompt", "Prompt tokens, cached ones too, by tenant."), ("generation", "Tokens generated, by tenant.")
+        for place, (name, text) in enumerate(by_tenant):
             tokens = CounterMetricFamily(f"{PREFIX}tenant_{name}_tokens", text, labels=[*names, "tenant"])
             for tenant, counts in self.tenants.items():
                 tokens.add_metric([*values, tenant], counts[place])
