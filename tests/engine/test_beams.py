@@ -117,6 +117,14 @@ def test_vllms_method(plain: LLM) -> None:
         assert beam.text == plain.get_tokenizer().decode(beam.tokens) and len(beam.logprobs) == 6 and beam.finish_reason == "length"
 
 
+@pytest.mark.parametrize(("width", "says"), [(7, "beam_width is 7: a beam"), (0, "beam_width must be between 1"), ("a", "beam_width must be")])
+def test_vllms_method_blames_its_own_field(plain: LLM, width: Any, says: str) -> None:
+    for prompts in ("the", ["the", "a"]):
+        with pytest.raises(InvalidRequest) as caught:
+            plain.beam_search(prompts, BeamSearchParams(beam_width=width, max_tokens=6))
+        assert caught.value.param == "beam_width" and says in caught.value.message
+
+
 def test_a_stream_gets_each_beam_whole(plain: LLM) -> None:
     params = SamplingParams(use_beam_search=True, n=2, best_of=3, max_tokens=6, ignore_eos=True)
     (whole,) = plain.generate("the", params, use_tqdm=False)

@@ -6,7 +6,8 @@ JOB: {"model", "count", "max_prompt", "max_tokens", "dtype", "kv_cache_dtype", "
       "cells": [{"alone", "budget", "blocks", "threads", "cache", "swap"}, …]}.
 OUT: {"isa", "cells": [{"answers", "preemptions", "swapped": blocks out and in, "hits"}, …]}.
 
-cache: off; cold; warm (everything was asked before); partial (the first half of each prompt, and of those with few tokens none, was).
+cache: off; cold; warm (everything was asked before); partial (the first half of each prompt, and of those with few tokens none, was);
+restored (everything was asked of an engine before this one, which kept its cached blocks in a file).
 swap: recompute; memory; file: what is forced upon preempted requests.
 """
 
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,13 +32,21 @@ def main() -> None:
 
     from octavo import LLM
 
+    def engine(cell: dict[str, Any], keep: str | None) -> LLM:
+        return LLM(job["model"], dtype=job["dtype"], kv_cache_dtype=job.get("kv_cache_dtype", "auto"), max_model_len=job["max_model_len"],
+                   max_num_seqs=cell.get("seqs", 64), max_num_batched_tokens=cell["budget"], num_kv_blocks=cell["blocks"],
+                   num_threads=cell["threads"], enable_prefix_caching=cell["cache"] != "off", quantization=job.get("quantization"),
+                   kv_cache_dir=keep, **SWAP[cell["swap"]])
+
     job = json.loads(Path(sys.argv[1]).read_text())
     out = []
     for cell in job["cells"]:
-        with LLM(job["model"], dtype=job["dtype"], kv_cache_dtype=job.get("kv_cache_dtype", "auto"),
-                 max_model_len=job["max_model_len"], max_num_seqs=cell.get("seqs", 64), max_num_batched_tokens=cell["budget"],
-                 num_kv_blocks=cell["blocks"], num_threads=cell["threads"],
-                 enable_prefix_caching=cell["cache"] != "off", quantization=job.get("quantization"), **SWAP[cell["swap"]]) as llm:
+        keep = None
+        if cell["cache"] == "restored":
+            keep = tempfile.mkdtemp(dir=Path(sys.argv[2]).parent)
+            with engine(cell, keep) as earlier:
+                workload.answers(earlier, workload.requests(earlier.vocab_size, job["count"], job["max_prompt"], job["max_tokens"]), False)
+        with engine(cell, keep) as llm:
             wanted = workload.requests(llm.vocab_size, job["count"], job["max_prompt"], job["max_tokens"])
             if cell["cache"] == "warm":
                 workload.answers(llm, wanted, False)

@@ -28,6 +28,7 @@ def requests(vocab: int, count: int, max_prompt: int, max_tokens: int) -> list[t
         {"temperature": 0.0, "allowed_token_ids": list(range(3, min(vocab, 203))), "min_tokens": 2},
         {"use_beam_search": True, "n": 4, "length_penalty": 2.0, "early_stopping": "never", "logprobs": 0},
         {"use_beam_search": True, "n": 2, "best_of": 3, "length_penalty": -1.0, "early_stopping": True, "logprobs": 1},
+        {"temperature": 1.1, "seed": 18, "stop": ["e", "th"]},
     ]
     out = []
     for i in range(count):
@@ -68,4 +69,6 @@ def answers(llm: Any, wanted: list[tuple[list[int], dict[str, Any]]], alone: boo
         done = llm.generate(prompts, params, use_tqdm=False)
     for (_, given), r in zip(wanted, done, strict=True):
         assert not (r.num_cached_tokens and given.get("prompt_logprobs") is not None), "a prompt to be scored was read from the cache"
-    return [[rows(r.prompt_logprobs), [[list(o.token_ids), o.finish_reason, rows(o.logprobs)] for o in r.outputs]] for r in done]
+    return [
+        [rows(r.prompt_logprobs), [[list(o.token_ids), o.text, o.finish_reason, o.stop_reason, rows(o.logprobs)] for o in r.outputs]] for r in done
+    ]

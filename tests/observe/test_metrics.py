@@ -183,6 +183,17 @@ def test_several_tokens_at_once_are_one_gap() -> None:
     assert (got["generation_tokens_total"], got["request_time_per_output_token_seconds_sum"]) == (5, 0.5)
 
 
+def test_a_beam_has_no_time_per_output_token() -> None:
+    """All of its tokens come at once: that says nothing of how fast they came."""
+    metrics = made()
+    metrics.arrived(["a"], 1, SamplingParams(use_beam_search=True), 0.0)
+    metrics.batch(step(0, 3, 1, [Delta("a", [1, 2, 3], finish_reason="length")], [Admitted("a", 0, 0, False)]), 3)
+    metrics.ended("a", "length", 3)
+    got = samples(metrics)
+    assert got["generation_tokens_total"] == 3 and got["e2e_request_latency_seconds_sum"] == 3
+    assert got["request_time_per_output_token_seconds_count"] == got["inter_token_latency_seconds_count"] == 0
+
+
 def test_the_context_is_in_the_config() -> None:
     longer = replace(CONFIG, scheduler=SchedulerConfig(max_model_len=5000))
     assert m.Metrics("x", longer).histograms["request_generation_tokens"].bounds[-1] == 5000

@@ -71,11 +71,14 @@ class Rig:
             self.commit(self.plan())
         raise AssertionError(f"{name} was never {state}")
 
-    def drain(self) -> None:
+    def finish(self) -> None:
         for _ in range(2000):
             if not self.scheduler.has_unfinished:
                 break
             self.commit(self.plan())
+
+    def drain(self) -> None:
+        self.finish()
         assert not self.scheduler.has_unfinished and self.tier.num_used == 0 and self.kv.pool.num_available == self.kv.pool.num_blocks
         for name, request in self.requests.items():
             deltas = self.deltas[name]
@@ -451,3 +454,34 @@ def test_in_virtual_time_the_choice_is_as_good_as_the_better_way() -> None:
             seconds[mode] = out.seconds
         assert seconds["auto"] <= 1.1 * min(seconds.values()), (block_seconds, seconds)
         assert (seconds["swap"] < seconds["recompute"]) == (block_seconds < 0.005)
+
+
+@pytest.mark.parametrize("tokens", [5, 64])
+@pytest.mark.parametrize("kind", ["samples", "beams", "swapped samples", "swapped beams"])
+def test_nothing_from_before_a_reset_of_the_cache_is_found_after_it(kind: str, tokens: int) -> None:
+    """Whenever it comes: also not what samples or beams take over from each other later, and what the tier brings back."""
+    resets = 0
+    for steps in range(1, 40):
+        rig = Rig(40, caching=True, tokens=tokens)
+        beams = {"use_beam_search": True, "best_of": 3} if kind.endswith("beams") else {}
+        for index in range(3):
+            params = SamplingParams(max_tokens=12, ignore_eos=True, **beams)  # type: ignore[arg-type]
+            request = Request(f"r{index}", list(range(18)), params, 30, seed=index, fork_of="r0" if index else "")
+            rig.requests[request.id], rig.deltas[request.id] = request, []
+            rig.scheduler.add(request)
+        for _ in range(steps):
+            if rig.scheduler.has_unfinished:
+                rig.commit(rig.plan())
+        if not rig.scheduler.has_unfinished:
+            break
+        if kind.startswith("swapped"):
+            for request in list(rig.scheduler.running):
+                rig.scheduler._preempt(request, "for the test")
+        rig.scheduler.reset_cache()
+        resets += 1
+        rig.finish()
+        assert rig.kv.ledger().cached == 0, f"reset after {steps} steps"
+        rig.add("later", 18)
+        rig.finish()
+        assert rig.requests["later"].num_cached == 0 and rig.kv.ledger().cached > 0
+    assert resets >= 10

@@ -1,10 +1,14 @@
 """Beam search in the shape of vLLM's LLM.beam_search."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.core.output import Logprob, RequestOutput
 from octavo.core.sampling import SamplingParams
+from octavo.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,17 @@ class BeamSearchParams:
             length_penalty=self.length_penalty, early_stopping=self.early_stopping, include_stop_str_in_output=self.include_stop_str_in_output,
             logprobs=0,
         )
+
+
+@contextmanager
+def naming_the_width() -> Iterator[None]:
+    """What SamplingParams calls n, and blames by that name, was given as beam_width."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param != "n":
+            raise
+        raise InvalidRequest(re.sub(r"\bn\b", "beam_width", error.message, count=1), "beam_width") from error.__cause__
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import Config
 from octavo.core.output import RequestOutput
 from octavo.core.sampling import SamplingParams
-from octavo.engine.beams import BeamSearchOutput, BeamSearchParams, beam_output
+from octavo.engine.beams import BeamSearchOutput, BeamSearchParams, beam_output, naming_the_width
 from octavo.engine.compat import refuse_adapter, without_effect
 from octavo.engine.console import LOGGER, progress_bar, show_log
 from octavo.engine.driver import Driver
@@ -221,7 +221,8 @@ class LLM:
         refuse_adapter(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequest(f"params must be BeamSearchParams, not {type(params).__name__}", "params")
-        outputs = self.generate(prompts, params.sampling(), use_tqdm)
+        with naming_the_width():
+            outputs = self.generate(prompts, params.sampling(), use_tqdm)
         return [beam_output(output, self._running().text.tokenizer) for output in outputs]
 
     # -- end

@@ -240,7 +240,7 @@ class KvManager:
         return blocks
 
     def reset_cache(self) -> int:
-        """Forget everything that is cached; running requests keep what they have, and nobody finds it. Returns how many blocks became free."""
+        """Forget everything that is cached; tables keep what they have, and nobody finds it. Returns how many blocks became free."""
         free = self.pool.num_free
         if self._index is not None:
             self.forget(self._index.all_keys())

@@ -16,7 +16,8 @@ What a number means, where that is a choice:
   until the first token, decode until the last one.
 - Tokens per tenant are counted as the totals are. Clients choose their names, so only ``MOST_TENANTS`` get a label: those that the
   setting tenant_weights names, then the first ones seen; all others are counted together as "(other)", those without a name as "(none)".
-- A delta of several tokens (speculation) is one gap of ``inter_token_latency_seconds``.
+- A delta of several tokens (speculation) is one gap of ``inter_token_latency_seconds``. A beam, all of whose tokens come together, has neither gaps
+  nor a time per output token. Each beam is a sequence, also one that is not told (best_of above n).
 """
 
 from bisect import bisect_left
@@ -51,7 +52,7 @@ NO_TENANT, OTHER_TENANTS = "(none)", "(other)"
 HISTOGRAMS: dict[str, tuple[tuple[float, ...] | None, str]] = {  # None: token counts, up to the context
     "time_to_first_token_seconds": (TTFT, "Arrival to first token, written to the client where the answer is streamed."),
     "inter_token_latency_seconds": (PER_TOKEN, "Between tokens of one sequence."),
-    "request_time_per_output_token_seconds": (PER_TOKEN, "Mean time of a sequence's tokens after the first."),
+    "request_time_per_output_token_seconds": (PER_TOKEN, "Mean time of a sequence's tokens after the first ones."),
     "e2e_request_latency_seconds": (REQUEST, "Arrival to last token."),
     "request_queue_time_seconds": (REQUEST, "Arrival to first scheduled."),
     "request_prefill_time_seconds": (REQUEST, "First scheduled to first token."),
@@ -96,13 +97,13 @@ class Histogram:
 class _Times:
     """One open sequence: what its last numbers are computed from."""
 
-    __slots__ = ("arrival", "first", "last", "num_prompt", "num_tokens", "scheduled", "tenant")
+    __slots__ = ("arrival", "first", "last", "num_first", "num_prompt", "num_tokens", "scheduled", "tenant")
 
     def __init__(self, arrival: float, num_prompt: int, tenant: list[int]) -> None:
         self.arrival = arrival
         self.tenant = tenant
         self.num_prompt = num_prompt
-        self.num_tokens = 0
+        self.num_tokens = self.num_first = 0  # in all, and of them: came together with the first
         self.scheduled = self.first = self.last = -1.0  # the engine's clock; -1: not yet
 
 
@@ -187,8 +188,8 @@ class Metrics(Collector):
             put["request_queue_time_seconds"].observe(times.scheduled - times.arrival)
             put["request_prefill_time_seconds"].observe(times.first - times.scheduled)
             put["request_inference_time_seconds"].observe(times.last - times.scheduled)
-        if times.num_tokens > 1:
-            put["request_time_per_output_token_seconds"].observe((times.last - times.first) / (times.num_tokens - 1))
+        if later := times.num_tokens - times.num_first:
+            put["request_time_per_output_token_seconds"].observe((times.last - times.first) / later)
 
     def first_tokens(self, count: int, seconds: float) -> None:
         """The first tokens of ``count`` sequences have been dealt with, so long after their request's arrival."""
@@ -222,7 +223,7 @@ class Metrics(Collector):
         self.generation_tokens += count
         times.tenant[1] += count
         if times.first < 0:
-            times.first = at
+            times.first, times.num_first = at, count
             self.prompt_tokens += times.num_prompt
             self.prompt_tokens_cached += delta.num_cached
             times.tenant[0] += times.num_prompt
@@ -282,8 +283,7 @@ class Metrics(Collector):
         for direction, count in (("out", stats.blocks_out), ("in", stats.blocks_in)) if stats else (("out", 0), ("in", 0)):
             swapped.add_metric([*values, direction], count)
         yield swapped
-        by_tenant = ("prompt", "Prompt tokens, cached ones too, by tenant."), ("generation", "Tokens generated, by tenant.")
-        for place, (name, text) in enumerate(by_tenant):
+        for place, (name, text) in enumerate((("prompt", "Prompt tokens by tenant, all of them."), ("generation", "Generated tokens by tenant."))):
             tokens = CounterMetricFamily(f"{PREFIX}tenant_{name}_tokens", text, labels=[*names, "tenant"])
             for tenant, counts in self.tenants.items():
                 tokens.add_metric([*values, tenant], counts[place])

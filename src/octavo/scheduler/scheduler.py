@@ -35,15 +35,17 @@ import msgspec
 from octavo.config import NO_BLOCK, SchedulerConfig
 from octavo.core.output import Delta
 from octavo.core.request import Request, State
-from octavo.core.step import IN, PlanItem, SlotInit, SlotResult, StepPlan, StepResult
-from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, WorkerDied
+from octavo.core.step import IN, PlanItem, SlotResult, StepPlan, StepResult
+from octavo.errors import ConfigError, ContextTooLong, InvalidRequest
 from octavo.kv.manager import NO_MATCH, KvManager, Match
 from octavo.kv.tier import SwapTier
 from octavo.observe.events import Admitted, Event, Finished, Preempted, TierFailed
 from octavo.scheduler.admission import Predicted
 from octavo.scheduler.beams import check_room, most_tokens
 from octavo.scheduler.groups import BeamGroup
+from octavo.scheduler.invariants import check
 from octavo.scheduler.itl import ItlBudget
+from octavo.scheduler.parts import compare, introduce, rows_to_score
 from octavo.scheduler.policy import Policy, make_policy
 from octavo.scheduler.preempt import Preempter, PreemptionStats
 from octavo.scheduler.queue import WaitingQueue
@@ -459,8 +461,8 @@ class Scheduler:
             else:
                 init = None
                 if request.fresh:
-                    init, new_blocks, request.fresh = _introduce(request), self.kv.table(request.id), False
-                rows = _rows_to_score(request, start, end)
+                    init, new_blocks, request.fresh = introduce(request), self.kv.table(request.id), False
+                rows = rows_to_score(request, start, end)
                 items.append(PlanItem(request.slot, request.epoch, start, request.tokens[start:end], sample, new_blocks, init, 0, *rows))
             self._turn += 1
             request.served = self._turn
@@ -484,7 +486,7 @@ class Scheduler:
 
         Raises: WorkerDied when the result does not answer the plan (nothing is changed then).
         """
-        _compare(plan, result)
+        compare(plan, result)
         if result.failed_moves:
             self._tier_failed(plan, result)
         self._sealed.pop(plan.number, None)
@@ -633,74 +635,6 @@ class Scheduler:
         self._events.append(Finished(request.id, delta.finish_reason))
         return delta
 
-    def _check_groups(self) -> list[Request]:
-        """Restate the groups' invariants: all run, or all wait. Returns the beams that wait outside the queue."""
-        outside = []
-        for group in {r.group: None for r in self._requests.values() if r.group is not None}:
-            running = {member.state is State.RUNNING for member in group.members}
-            assert len(running) == 1, f"the group of {group.leader.id} runs in part"
-            assert (group.leader in self.waiting) == (group.complete and running == {False}), f"{group.leader.id} is not in its place"
-            outside += [m for m in group.members if m not in self.waiting] if running == {False} else []
-            assert not group.leader.idle and group.width >= len(group.members)
-            group.check(self.kv)
-        return outside
-
     def check(self) -> None:
-        """Restate the invariants from nothing, those of the KV manager included.
-
-        Raises: AssertionError, saying what is wrong.
-        """
-        self.kv.check()
-        parked = [r for parked in self._parked.values() for r in parked]
-        waiting = [*self.waiting, *parked, *self._check_groups()]
-        assert self._parked.keys() <= self._requests.keys(), "somebody waits for a request that is gone"
-        self._preempter.check({r.id for r in waiting} | {r.id for r in self.running if r.idle}, set(self._requests))
-        for request, (source, target) in self._copies.items():
-            assert request.fresh and request.state is State.RUNNING, f"a block is to be copied for {request.id}, which has begun, or is gone"
-            assert self.kv.table(request.id)[request.num_computed // self.kv.block_size] == target != source
-        assert sorted(r.id for r in [*waiting, *self.running]) == sorted(self._requests), "a request is lost, or in two places"
-        assert self.kv.holders() == {r.id for r in self.running}, "a table without a running request, or the reverse"
-        slots = [r.slot for r in self.running] + self._slots
-        assert sorted(slots) == list(range(self.config.max_num_seqs)), f"slots are lost or doubled: {sorted(slots)}"
-        unused = sum(len(self.kv.table(r.id)) * self.kv.block_size - r.num_computed for r in self.running)
-        assert self.kv.ledger().reserved_slots == unused, f"{unused} token slots are reserved and unused, the ledger says otherwise"
-        for request in waiting:
-            assert request.state is State.WAITING and request.slot == -1 and request.num_computed == 0 and request.ahead == 0, request
-        for request in self.running:
-            known = len(request.tokens) + request.ahead
-            assert request.state is State.RUNNING and 0 <= request.num_computed <= known, request
-            assert len(request.tokens) < request.limit, f"{request.id} should have ended"
-            flying = [(r, n) for n, requests in self._in_flight.items() for r in requests if r is request]
-            assert request.ahead <= len(flying), f"{request.id} waits for a token that no plan samples"
-
-
-def _introduce(request: Request) -> SlotInit:
-    """All that a runner needs to know about a request that is given a slot."""
-    params = request.params if request.group is None else request.group.told(request)
-    return SlotInit(
-        request.id, params, request.seed, request.num_prompt, list(request.tokens), request.eos_ids, request.bad_words
-    )
-
-
-def _rows_to_score(request: Request, start: int, end: int) -> tuple[int, int]:
-    """Which of the rows start … end - 1 give prompt_logprobs that are not out yet: [from, to), (0, 0) for none."""
-    first, last = max(start, request.num_scored), min(end, request.num_prompt - 1)
-    return (first, last) if request.params.prompt_logprobs is not None and first < last else (0, 0)
-
-
-def _compare(plan: StepPlan, result: StepResult) -> None:
-    """Raises WorkerDied unless the result answers the plan item by item."""
-    if result.number != plan.number or len(result.slots) != len(plan.items):
-        raise WorkerDied(
-            f"the executor answered plan {plan.number} ({len(plan.items)} items) with result {result.number} ({len(result.slots)} items)"
-        )
-    for item, found in zip(plan.items, result.slots, strict=True):
-        if found.slot != item.slot or found.epoch != item.epoch:
-            raise WorkerDied(f"plan {plan.number}: slot {item.slot} epoch {item.epoch} was answered as slot {found.slot} epoch {found.epoch}")
-        if found.error is None:
-            scored, rows = item.score_to - item.score_from, len(found.prompt_logprobs or ())
-            if len(found.tokens) != item.sample or rows != scored:
-                raise WorkerDied(
-                    f"plan {plan.number}: slot {item.slot} should give {int(item.sample)} tokens and {scored} scored rows, "
-                    f"and gave {len(found.tokens)} and {rows}"
-                )
+        """Restate the invariants from nothing (scheduler/invariants.py). Raises: AssertionError, saying what is wrong."""
+        check(self)
