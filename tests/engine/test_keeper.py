@@ -143,6 +143,34 @@ class TestFiles:
         with make(folder, "native", kv_cache_dir=tmp_path, num_kv_blocks=6, max_model_len=80) as llm:
             assert llm.kv_ledger.cached == 6 and told(llm) == expected
 
+    @pytest.mark.parametrize("by", ["removed", "replaced"])
+    def test_what_others_did_to_the_file_is_seen(self, folder: str, tmp_path: Path, by: str) -> None:
+        """Nothing new was cached, but the file is not the one that was read: the last one to end keeps what it has."""
+        self.fill(folder, tmp_path)
+        with make(folder, "native", kv_cache_dir=tmp_path) as llm:
+            if by == "removed":
+                kept_file(tmp_path).unlink()
+            else:
+                with make(folder, "native", kv_cache_dir=tmp_path) as other:
+                    other.reset_prefix_cache()
+                    cached(other, [5] * 49)
+            assert llm.kv_ledger.cached > 0
+        with make(folder, "native", kv_cache_dir=tmp_path) as llm:
+            assert (cached(llm), cached(llm, [5] * 49)) == (48, 0)
+
+    def test_leftovers_go_though_nothing_is_written(self, folder: str, tmp_path: Path) -> None:
+        """What a killed engine was writing: an hour later the next one to end removes it."""
+        self.fill(folder, tmp_path)
+        left = tmp_path / f".{keeper.PREFIX}0{keeper.SUFFIX}.x.tmp"
+        left.write_bytes(b"begun")
+        before = kept_file(tmp_path).stat().st_mtime_ns
+        for age, there in ((0, True), (keeper.ABANDONED + 60, False)):
+            os.utime(left, (time.time() - age,) * 2)
+            with make(folder, "native", kv_cache_dir=tmp_path):
+                pass
+            assert left.exists() == there
+        assert kept_file(tmp_path).stat().st_mtime_ns == before
+
     def test_a_reset_is_for_good(self, folder: str, tmp_path: Path) -> None:
         self.fill(folder, tmp_path)
         llm = make(folder, "native", kv_cache_dir=tmp_path)

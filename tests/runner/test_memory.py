@@ -88,4 +88,4 @@ def test_ledger_adds_up() -> None:
 
 
 def test_size() -> None:
-    assert (size(2048), size(3 * 1024**2), size(GIB * 3 // 2)) == ("2 KiB", "3.0 MiB", "1.50 GiB")
+    assert (size(288), size(2048), size(3 * 1024**2), size(GIB * 3 // 2)) == ("288 bytes", "2 KiB", "3.0 MiB", "1.50 GiB")

@@ -55,7 +55,7 @@ def refused(response: Any, status: int, param: str | None, *parts: str) -> dict[
 SHARED: list[tuple[str, Any, str]] = [
     ("model", 7, "str"), ("temperature", "0.5", "expected float"), ("temperature", -0.1, "-0.1"), ("temperature", True, "bool"),
     ("temperature", [1], "array"), ("top_p", 0, "above 0"), ("top_p", 1.01, "1.01"), ("top_k", -2, "-2"), ("top_k", 1.5, "float"),
-    ("top_k", 2**40, str(2**31)), ("top_k", 10**400, "below"),
+    ("top_k", 2**40, str(2**31)), ("top_k", 10**400, "below"), ("priority", -(2**31) - 1, f"at least -{2**31}"),
     ("min_p", -1, "-1"), ("min_p", 2, "2"), ("n", 0, "0"), ("n", -3, "-3"), ("n", 5, "at most 4"), ("n", "1", "int"),
     ("n", 10**30, "at most 4"), ("presence_penalty", 2.5, "2.5"), ("frequency_penalty", -2.5, "-2.5"), ("repetition_penalty", 0, "above 0"),
     ("seed", 2**64, str(2**64)), ("seed", 1.0, "float"), ("seed", "1", "str"), ("max_tokens", -1, "-1"), ("max_tokens", 2**31, str(2**31)),

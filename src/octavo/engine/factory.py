@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import Config
 from octavo.engine.console import LOGGER
 from octavo.engine.core import EngineCore
-from octavo.engine.keeper import open_keeper
+from octavo.engine.keeper import check_folder, open_keeper
 from octavo.engine.report import Report, phase
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kv.manager import KvManager
@@ -81,6 +81,8 @@ def build_core(config: Config, checkpoint: Checkpoint, spec: ModelSpec, report: 
     """Make the half of an engine that computes. Raises: ConfigError, CheckpointError, UnsupportedError."""
     dtype, stored = compute_dtype(config), stored_types(checkpoint)
     cache_dtype(config), context_asked(config, spec)  # an impossible setting is told before the weights are read
+    if config.kv.kv_cache_dir is not None:
+        check_folder(config.kv.kv_cache_dir)
     if config.model.quantization == "gguf" and checkpoint.layout != "gguf":
         raise ConfigError('quantization="gguf" keeps the types of a GGUF file; this checkpoint is none: int8 and int4 work for it', "quantization")
     with phase(report, f"loading {spec.num_params / 1e6:.0f} M weights as {config.model.quantization or dtype}"):

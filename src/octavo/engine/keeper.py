@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.kv.manager import KvManager
 from octavo.models.spec import ModelSpec
 from octavo.ops.table import NUMERIC_CONTRACT, KvStore
-from octavo.runner.kv_file import Identity, KvFile, KvFileError, write_kv_file
+from octavo.runner.kv_file import Identity, KvFile, KvFileError, stamp_of, write_kv_file
 from octavo.runner.memory import size
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.identity import checkpoint_hash
@@ -38,7 +38,8 @@ class KvKeeper:
         self._identity = identity
         self._kv = kv
         self._store = store
-        self._saved: list[bytes] = []  # what the file holds, as far as is known
+        self._saved: list[bytes] = []  # what the file held when this engine read or wrote it
+        self._stamp: tuple[int, int] | None = None  # which file that was
 
     def load(self) -> int:
         """Put what was kept into the pool, the most recently used first. To be called before anything runs. Returns how many blocks."""
@@ -51,7 +52,7 @@ class KvKeeper:
                 except BaseException:
                     kv.reset_cache()
                     raise
-                self._saved = file.keys
+                self._saved, self._stamp = file.keys, file.stamp
                 return len(blocks)
         except FileNotFoundError:
             return 0
@@ -63,11 +64,9 @@ class KvKeeper:
         """Keep what is cached now. Nothing may run. What goes wrong is told in the log."""
         kept = self._kv.hot(self._most // self._store.block_bytes)
         keys, blocks = [key for key, _ in kept], [block for _, block in kept]
-        if not keys or keys == self._saved:
-            return
         try:
-            write_kv_file(self.path, self._identity, keys, lambda number: self._store.read_block(blocks[number]))
-            self._saved = keys
+            if keys and (keys != self._saved or self._stamp != stamp_of(self.path)):  # others may have replaced or removed it
+                write_kv_file(self.path, self._identity, keys, lambda number: self._store.read_block(blocks[number]))
             self._tidy()
         except OSError as error:
             LOGGER.warning("the KV cache could not be kept in %s: %s", self.path, error)
@@ -118,6 +117,8 @@ def check_folder(path: str) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+    except FileExistsError as error:
+        raise ConfigError(f"kv_cache_dir {path!r} is no folder", "kv_cache_dir") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"kv_cache_dir {path!r} cannot be made: {getattr(error, 'strerror', None) or error}", "kv_cache_dir") from error
     if not usable:

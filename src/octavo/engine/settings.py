@@ -106,7 +106,7 @@ def _weights(given: Any, policy: Any) -> tuple[tuple[str, float], ...]:
     if given is None:
         return ()
     if isinstance(given, str):
-        pairs = [tuple(part.rpartition("=")[::2]) for part in given.split(",")]
+        pairs = [tuple(part.rsplit("=", 1)) if "=" in part else (part, "") for part in given.split(",")]
     elif isinstance(given, Mapping):
         pairs = list(given.items())
     else:

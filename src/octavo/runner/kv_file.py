@@ -47,6 +47,7 @@ class KvFile:
             self._file.close()
             raise
         self._block_bytes = block_bytes
+        self.stamp = stamp_of(self._file.fileno())
 
     def fill(self, count: int, write: Callable[[int, memoryview], None]) -> None:
         """Hand the first ``count`` blocks to ``write``, as (number, bytes), from several threads. Raises: KvFileError, when some may be written."""
@@ -70,6 +71,15 @@ class KvFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
+
+
+def stamp_of(file: Path | int) -> tuple[int, int] | None:
+    """Which file it is: whoever replaces it leaves another stamp. None where there is none."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def write_kv_file(path: Path, identity: Identity, keys: Sequence[bytes], block: Callable[[int], memoryview]) -> None:

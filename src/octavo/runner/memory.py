@@ -33,6 +33,8 @@ class Ledger:
 
 def size(num_bytes: int) -> str:
     """A number of bytes for people, in binary units."""
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes} bytes"
     if abs(num_bytes) < 1024**2:
         return f"{num_bytes / 1024:.0f} KiB"
     if abs(num_bytes) < GIB:

@@ -250,8 +250,8 @@ def _check_sizes(given: Mapping[str, Any], settings: ServerSettings, vocab: int)
 
 
 def _bound(name: str, value: int | None) -> None:
-    if value is not None and abs(value) >= INT_LIMIT:
-        raise invalid(f"{name} must be below {INT_LIMIT}, not {shown(str(value))}", name)
+    if value is not None and not -INT_LIMIT <= value < INT_LIMIT:
+        raise invalid(f"{name} must be at least -{INT_LIMIT} and below {INT_LIMIT}, not {shown(str(value))}", name)
 
 
 def _json(value: Any) -> str:
