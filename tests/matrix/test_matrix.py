@@ -144,21 +144,23 @@ def test_smollm2_some(smollm2: str, tmp_path: Path) -> None:
     check(smollm2, cells, tmp_path, dtype="bfloat16", **REAL)
 
 
+def whole(budgets: list[int], threads: list[int]) -> list[dict[str, Any]]:
+    """Every cell on the best instruction set, and every pair of values of two axes over all of them (generic code takes minutes a cell)."""
+    axes, blocks = axes_of(budgets, threads), {False: 1024, True: 10}
+    return cells_of({**axes, "isa": axes["isa"][-1:]}, blocks, whole=True) + cells_of(axes, blocks, whole=False)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tiny_whole(tiny_model: str, tmp_path: Path, dtype: str) -> None:
-    """Every cell, with 64 requests; the largest budget takes all prompts in one step. (Quantized caches: the pairs above.)"""
-    cells = cells_of(axes_of([32, 512, 8192], [1, 2]), {False: 1024, True: 10}, whole=True)
-    check(tiny_model, cells, tmp_path, dtype=dtype, **{**TINY, "count": 64})
+    """64 requests; the largest budget takes all prompts in one step. (Quantized caches and weights: the pairs above.)"""
+    check(tiny_model, whole([32, 512, 8192], [1, 2]), tmp_path, dtype=dtype, **{**TINY, "count": 64})
 
 
 @pytest.mark.matrix
 def test_smollm2_whole(smollm2: str, tmp_path: Path) -> None:
-    """Every cell on the best instruction set, and every pair of values of two axes over all of them (the slow ones take minutes a cell)."""
     job = {"count": 32, "max_prompt": 90, "max_tokens": 16, "max_model_len": 128}
-    axes, blocks = axes_of([16, 64, 2048], [1, 2, 3]), {False: 1024, True: 10}
-    cells = cells_of({**axes, "isa": axes["isa"][-1:]}, blocks, whole=True) + cells_of(axes, blocks, whole=False)
-    check(smollm2, cells, tmp_path, dtype="bfloat16", **job)
+    check(smollm2, whole([32, 512, 8192], [1, 2]), tmp_path, dtype="bfloat16", **job)
 
 
 @pytest.mark.matrix
