@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,6 +228,19 @@ def test_a_reset_of_the_cache_forgets_all_and_disturbs_nobody(served: AsyncLLM, 
 
     runner.run(scene())
 
+
+def test_beams_behind_a_window_that_the_pool_cannot_hold_are_refused(tmp_path: Path) -> None:
+    """As offline: this process knows what the engine's KV manager counts on."""
+    folder = str(make_tiny(tmp_path / "m", "mistral", sliding_window=20))
+
+    async def scene() -> None:
+        async with AsyncLLM(folder, **(SETTINGS | {"num_kv_blocks": 10, "max_model_len": 96})) as llm:
+            params = SamplingParams(use_beam_search=True, n=4, max_tokens=2)
+            with pytest.raises(ContextTooLong, match="4 beams of a prompt of 64 tokens take 16 blocks"):
+                await whole(llm, [7] * 64, params)
+            assert llm.num_open == 0 and await whole(llm, [7] * 20, params)
+
+    asyncio.run(scene())
 
 
 def test_smollm2_gives_offlines_tokens(smollm2: str) -> None:

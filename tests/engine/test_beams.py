@@ -173,6 +173,16 @@ def test_beams_that_the_pool_cannot_hold_alone(tmp_path: Path) -> None:
         assert [(len(s.token_ids), s.finish_reason) for s in output.outputs] == [(4 * 16 + 1 - 50, "length")] * 3  # a block each beside the prompt's
 
 
+def test_of_several_prompts_the_one_is_named_whose_beams_the_pool_cannot_hold(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "m", "mistral", sliding_window=20)  # behind a window no beam can count on the prompt's blocks
+    says = "prompt 1 of 2: 4 beams of a prompt of 64 tokens take 16 blocks of 16 at least, and the KV pool has 10"
+    with (
+        LLM(str(folder), dtype="float32", num_kv_blocks=10, max_num_seqs=6, max_model_len=96, num_threads=1) as llm,
+        pytest.raises(ContextTooLong, match=says),
+    ):
+        llm.generate([[7], [7] * 64], SamplingParams(use_beam_search=True, n=4), use_tqdm=False)
+
+
 CHANGES = {"temperature": 0.7, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "presence_penalty": 1.0, "stop": ["a"], "bad_words": ["a"],
            "logit_bias": {1: 2.0}, "allowed_token_ids": [1]}
 

@@ -9,6 +9,7 @@ import pytest
 from tests.server.asgi import CHAT, COMPLETIONS, client, events
 from tests.server.scripted import END, ScriptedLLM
 
+from octavo.engine.inputs import Inputs
 from octavo.errors import QueueFull, WorkerDied
 from octavo.server.app import create_app
 from octavo.server.schema import ChatRequest, CompletionRequest
@@ -363,6 +364,22 @@ def test_tokenize_and_detokenize_errors() -> None:
     refused(post("/detokenize", {"tokens": [-1]}), 400, "tokens", "-1")
     refused(post("/detokenize", {"tokens": "a"}), 400, "tokens")
     refused(post("/detokenize", {}), 400, "tokens", "missing")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_beams_that_the_pool_cannot_hold_blame_their_prompt(stream: bool) -> None:
+    """Before anything runs, and behind a window, where beams cannot count on the prompt's blocks."""
+    llm = ScriptedLLM(context=CONTEXT)
+    llm.inputs = Inputs(
+        tokenizer=llm.tokenizer, vocab=llm.vocab_size, max_model_len=CONTEXT, max_logprobs=20, eos_ids=[END], seed=0, num_kv_blocks=4, sliding=True,
+    )
+    beams = {"use_beam_search": True, "n": 2, "stream": stream, "max_tokens": 1}
+    for prompt, field in (([1] * 40, "prompt"), ([[1], [1] * 40], "prompt[1]")):
+        refused(post(COMPLETIONS, {"prompt": prompt, **beams}, llm=llm), 400, field, "2 beams of a prompt of 40 tokens take 6 blocks", "pool has 4")
+    chat = [{"role": "user", "content": "x" * 40}]
+    assert refused(post(CHAT, {"messages": chat, **beams}, llm=llm), 400, "messages", "the KV pool has 4")["code"] == "context_length_exceeded"
+    whole = post(COMPLETIONS, {"prompt": [1] * 40, "echo": True, **beams, "max_tokens": 0, "stream": False}, llm=llm)
+    assert whole.status_code == 200, "nothing is searched"
 
 
 def test_the_prefix_cache_is_reset_without_a_body_either_way() -> None:

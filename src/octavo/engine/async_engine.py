@@ -125,7 +125,7 @@ class AsyncLLM:
         self.inputs = Inputs(
             tokenizer=self.tokenizer, vocab=self.vocab_size, max_model_len=self.max_model_len, max_logprobs=ready.config.runner.max_logprobs,
             eos_ids=self._text.end_ids, seed=ready.config.runner.seed, max_num_seqs=ready.config.scheduler.max_num_seqs,
-            num_kv_blocks=ready.config.kv.num_kv_blocks, block_size=ready.config.kv.block_size,
+            num_kv_blocks=ready.config.kv.num_kv_blocks, block_size=ready.config.kv.block_size, sliding=ready.sliding,
         )
         self._started = True
 

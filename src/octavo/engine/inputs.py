@@ -41,12 +41,12 @@ class Inputs:
 
     ``tokenizer`` may be None (a checkpoint without one): then prompts must be token ids. ``max_model_len``: prompt and
     output together. ``seed``: the engine's; requests without a seed of their own get one derived from it and a counter.
-    ``max_num_seqs``, ``num_kv_blocks`` and ``block_size``: what the beams of one search must fit.
+    ``max_num_seqs``, ``num_kv_blocks``, ``block_size`` and ``sliding`` (every layer sees a window only): what the beams of one search must fit.
     """
 
     def __init__(
         self, *, tokenizer: Any | None, vocab: int, max_model_len: int, max_logprobs: int, eos_ids: Sequence[int], seed: int,
-        max_num_seqs: int = MAX_N, num_kv_blocks: int | None = None, block_size: int = BLOCK_SIZE,
+        max_num_seqs: int = MAX_N, num_kv_blocks: int | None = None, block_size: int = BLOCK_SIZE, sliding: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = vocab
@@ -54,7 +54,7 @@ class Inputs:
         self.max_logprobs = max_logprobs
         self.eos_ids = frozenset(eos_ids)
         self._max_num_seqs = max_num_seqs
-        self._pool = num_kv_blocks, block_size
+        self._num_kv_blocks, self._block_size, self._sliding = num_kv_blocks, block_size, sliding
         self._seed = seed
         self._unseeded = itertools.count()
 
@@ -113,6 +113,10 @@ class Inputs:
             self._check_beams(params)
         return bad_words
 
+    def check_room(self, prompt: Prompt, params: SamplingParams, param: str = "prompt") -> None:
+        """Whether the KV pool could hold the beam search that is asked for. Raises: ContextTooLong, naming ``param``."""
+        beams.check_room(len(prompt.ids), params.beam_width, self._num_kv_blocks, self._block_size, sliding=self._sliding, param=param)
+
     def requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], *, arrival: float, priority: int = 0,
         tenant: str = "",
@@ -122,7 +126,7 @@ class Inputs:
         Raises: ContextTooLong for a beam search that the whole pool could not hold.
         """
         count = params.num_sequences
-        beams.check_room(len(prompt.ids), params.beam_width, *self._pool)
+        self.check_room(prompt, params)
         # Negative seeds are the same 64 bits read as unsigned.
         seed = groups.engine_seed(self._seed, next(self._unseeded)) if params.seed is None else params.seed & groups.MASK
         room = self.max_model_len if params.max_tokens is None else len(prompt.ids) + params.max_tokens

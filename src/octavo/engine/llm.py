@@ -79,6 +79,7 @@ class LLM:
             tokenizer=engine.text.tokenizer, vocab=engine.spec.vocab, max_model_len=engine.config.scheduler.max_model_len,
             max_logprobs=engine.config.runner.max_logprobs, eos_ids=engine.text.end_ids, seed=engine.config.runner.seed,
             max_num_seqs=engine.config.scheduler.max_num_seqs, num_kv_blocks=engine.config.kv.num_kv_blocks, block_size=engine.config.kv.block_size,
+            sliding=engine.spec.reach is not None,
         )
         self._driver = Driver(engine.core)
         self._numbers = itertools.count()
@@ -286,6 +287,7 @@ class LLM:
                 if id(its) not in words:
                     words[id(its)] = self._inputs.check(its)
                 prompts.append(self._inputs.prompt(one, add_special_tokens=add_special_tokens))
+                self._inputs.check_room(prompts[-1], its)
             except RequestError as error:
                 raise _placed(error, number, len(given)) from error.__cause__
         now = time.monotonic()

@@ -120,6 +120,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     config: Config  # final
     ledger: Ledger
     isa: str
+    sliding: bool = False  # every layer sees a window only
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

@@ -317,7 +317,7 @@ def _serve(boot: m.Boot) -> None:
             side = factory.build_core(boot.config, checkpoint, registry.read_spec(checkpoint), report)
         gc.collect()
         gc.freeze()  # what the start-up made stays: no collection need look at it again
-        send(m.encode(m.Ready(side.config, side.ledger, side.isa)))
+        send(m.encode(m.Ready(side.config, side.ledger, side.isa, side.spec.reach is not None)))
         loop = EngineLoop(side.core, side.scheduler, receive, send)
         try:
             loop.run()

@@ -38,15 +38,15 @@ def most_tokens(num_prompt: int, width: int, num_blocks: int, block_size: int, *
     return (shared + each) * block_size + 1 if each > 0 or width == 1 else 0
 
 
-def check_room(num_prompt: int, width: int, num_blocks: int | None, block_size: int, *, sliding: bool = False) -> None:
-    """Whether a pool of so many blocks (None: unknown) can hold the search alone. Raises: ContextTooLong."""
+def check_room(num_prompt: int, width: int, num_blocks: int | None, block_size: int, *, sliding: bool = False, param: str = "prompt") -> None:
+    """Whether a pool of so many blocks (None: unknown) can hold the search alone. Raises: ContextTooLong, naming ``param``."""
     if num_blocks is None or num_prompt > num_blocks * block_size:
         return
     if most_tokens(num_prompt, width, num_blocks, block_size, sliding=sliding) <= num_prompt:
         need = num_prompt // block_size + width if not sliding else -(-num_prompt // block_size) * width
         raise ContextTooLong(
             f"{width} beams of a prompt of {num_prompt} tokens take {need} blocks of {block_size} at least, and the KV "
-            f"pool has {num_blocks}: ask for fewer beams, shorten the prompt or raise num_kv_blocks", "prompt",
+            f"pool has {num_blocks}: ask for fewer beams, shorten the prompt or raise num_kv_blocks", param,
         )
 
 

@@ -50,6 +50,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     text = await llm.render(messages, tools=tools, documents=documents, **options)
     room = llm.max_model_len - (asked or 1)
     prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens), settings=settings, field="messages")
+    llm.inputs.check_room(prompt, params, "messages")
     check_room(len(prompt.ids), asked, llm.max_model_len, field)
     job = Job(context, request, answer_id, [prompt], params, params.n, tenant=tenant, arrival=http.scope["state"]["arrival"])
     return job, _lead(request, messages)

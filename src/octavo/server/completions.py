@@ -58,7 +58,14 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
         llm.check_room(len(given) if prompt_only else count)
     room = max(1, llm.max_model_len - (usual or 1))
     special = request.add_special_tokens is not False
-    prompts = await each(given, lambda prompt, field: tokenize(llm, prompt, request, room, special=special, settings=settings, field=field))
+
+    async def ready(prompt: str | list[int], field: str) -> Prompt:
+        found = await tokenize(llm, prompt, request, room, special=special, settings=settings, field=field)
+        if not prompt_only:
+            llm.inputs.check_room(found, params, field)
+        return found
+
+    prompts = await each(given, ready)
     for prompt in prompts:
         check_room(len(prompt.ids), asked, llm.max_model_len)
     n = params.n
