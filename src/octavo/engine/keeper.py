@@ -38,7 +38,7 @@ class KvKeeper:
         self._identity = identity
         self._kv = kv
         self._store = store
-        self._saved: list[bytes] = []  # what the file held when this engine read or wrote it
+        self._saved: list[bytes] = []  # what the file held when this engine read it
         self._stamp: tuple[int, int] | None = None  # which file that was
 
     def load(self) -> int:
