@@ -240,8 +240,9 @@ def execute(self, plan):
     return right(self, plan)
 Runner.execute = execute
 """
-    start = "; main(int(sys.argv[3]))"
-    monkeypatch.setattr(process, "BOOT", f"{process.BOOT.removesuffix(start)}\n{breaking}\nmain(int(sys.argv[3]))")
+    start = "; main(int(sys.argv[3]), sys.argv[4])"
+    assert process.BOOT.endswith(start)
+    monkeypatch.setattr(process, "BOOT", f"{process.BOOT.removesuffix(start)}\n{breaking}\nmain(int(sys.argv[3]), sys.argv[4])")
 
     async def scene(llm: AsyncLLM, pid: int) -> None:
         tokens = 0

@@ -216,6 +216,8 @@ def test_no_end_leaves_files(tiny: str, tmp_path: Path, stage: str, ends: tuple[
         assert any("ready at" in line for line in process.stderr)
     else:
         until(lambda: path.exists() if stage == "socket" else list(temp.glob("octavo-*/engine")), 30)
+        if signal.SIGKILL in ends:  # before there is an engine process, nobody is left to remove anything
+            until(lambda: any(task.read_text() for task in Path(f"/proc/{process.pid}/task").glob("*/children")), 30)
     for number in ends:
         process.send_signal(number)
     process.wait(30)

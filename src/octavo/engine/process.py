@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -42,7 +42,7 @@ from octavo.weights import hub
 if TYPE_CHECKING:
     from octavo.observe.events import Event
 
-BOOT = "import sys; sys.path[:] = sys.argv[1].split(sys.argv[2]); from octavo.engine.process import main; main(int(sys.argv[3]))"
+BOOT = "import sys; sys.path[:] = sys.argv[1].split(sys.argv[2]); from octavo.engine.process import main; main(int(sys.argv[3]), sys.argv[4])"
 LONGEST_ADDRESS = 100  # bytes; a Unix socket's path has room for 107 on Linux, 103 on macOS
 PROGRESS_SECONDS = 0.1  # between two messages about the same transfer
 KEEPING = "keeping the KV cache"  # a phase at the end, with a time of its own
@@ -83,7 +83,7 @@ def launch(config: Config, report: Report | None = None) -> EngineHandle:
     words, child_end = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", BOOT, os.pathsep.join(entry or os.getcwd() for entry in sys.path), os.pathsep, str(child_end)],
+            [sys.executable, "-P", "-c", BOOT, os.pathsep.join(entry or os.getcwd() for entry in sys.path), os.pathsep, str(child_end), folder],
             stdin=subprocess.PIPE, pass_fds=(child_end,), process_group=0,  # Ctrl-C in a terminal is the parent's business
         )
     except BaseException:
@@ -263,14 +263,14 @@ class WireReport:
         self._send(m.encode(m.Note(text)))
 
 
-def main(words: int) -> None:
-    """The engine process: from Boot on standard input to LastWords on the pipe ``words``."""
+def main(words: int, folder: str) -> None:
+    """The engine process: from Boot on standard input to LastWords on the pipe ``words``. ``folder``: its socket's, removed if the parent is gone."""
     # The parent drains before it ends this process; a terminal's or a service manager's signal to the whole group comes too soon.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(words, False)
-    boot = m.decode_boot(_read(int.from_bytes(_read(4), "little")))
-    threading.Thread(target=_end_with_parent, args=(boot.address,), daemon=True).start()
+    boot = m.decode_boot(_read(int.from_bytes(_read(4, folder), "little"), folder))
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     if boot.log is not None:
         os.environ["OCTAVO_LOG"] = boot.log
     last, code = m.LastWords(), 0
@@ -327,21 +327,26 @@ def _serve(boot: m.Boot) -> None:
         context.destroy(linger=FLUSH_MS)
 
 
-def _read(count: int) -> bytes:
+def _read(count: int, folder: str) -> bytes:
     """Exactly so many bytes of standard input."""
     data = b""
     while len(data) < count:
         part = os.read(0, count - len(data))
         if not part:
-            os._exit(1)  # the parent is gone already
+            _orphaned(folder)
         data += part
     return data
 
 
-def _end_with_parent(address: str) -> None:
-    """Wait for the end of standard input: the parent is gone, however it went. Nobody is left to hear anything, or to remove the folder."""
+def _end_with_parent(folder: str) -> None:
+    """Wait for the end of standard input: the parent is gone, however it went."""
     with suppress(OSError):
         while os.read(0, 1024):
             pass
-    shutil.rmtree(os.path.dirname(address.removeprefix("ipc://")), ignore_errors=True)
+    _orphaned(folder)
+
+
+def _orphaned(folder: str) -> NoReturn:
+    """Nobody is left to hear anything, or to remove the folder."""
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -232,7 +232,7 @@ class Server(uvicorn.Server):
 def make_server(app: Any, busy: Callable[[], bool]) -> Server:
     """A server for the app that is given its sockets."""
     theirs = logging.getLogger("uvicorn")
-    theirs.handlers, theirs.propagate = LOGGER.handlers, False
+    theirs.handlers, theirs.propagate = list(LOGGER.handlers), False
     return Server(uvicorn.Config(
         app, loop="none", http=Protocol, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
         server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE,
