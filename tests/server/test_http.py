@@ -141,7 +141,7 @@ def test_half_sent_requests_and_unread_answers_do_not_hold_up_the_end(tiny: str)
         unread = [connect(server, 4096) for _ in range(1)]
         for sock in unread:
             sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        until(lambda: server.metrics()["generation_tokens_total"] == 6000, 60)
+        until(lambda: server.metrics()["generation_tokens_total"] == 6000, 240)
         server.process.send_signal(signal.SIGTERM)
         dripping = threading.Thread(target=send_what_it_takes, args=(idle[1], (time.sleep(0.1) or b" " for _ in range(5))))
         dripping.start()
