@@ -46,7 +46,7 @@ def make_config(
     """
     check_others(others, (make_config.__kwdefaults__ or {}).keys())
     if not isinstance(model, str) or not model:
-        model = _path(model)
+        model = _path(model, "model", "a directory, a .gguf file, a Hub id or a short name")
     for name, value in (("revision", revision), ("tokenizer", tokenizer), ("chat_template", chat_template)):
         if value is not None and (not isinstance(value, str) or not value):
             raise ConfigError(f"{name} must be a non-empty string or None, not {shown(value)}", name)
@@ -134,12 +134,7 @@ def _weights(given: Any, policy: Any) -> tuple[tuple[str, float], ...]:
 def _cache_dir(given: Any, caching: bool | None) -> str | None:
     if given is None:
         return None
-    try:
-        path = os.fspath(given)
-    except TypeError:
-        path = None
-    if not isinstance(path, str) or not path:
-        raise ConfigError(f"kv_cache_dir must be a folder's name, not {shown(given)}", "kv_cache_dir")
+    path = _path(given, "kv_cache_dir", "a folder's name")
     if caching is False:
         raise ConfigError(f"kv_cache_dir is {shown(path)}, and enable_prefix_caching is false: there is nothing to keep", "kv_cache_dir")
     return path
@@ -169,12 +164,7 @@ def _swap_bytes(given: Any, gib: Any) -> int:
 def _swap_path(given: Any, swap: int) -> str | None:
     if given is None:
         return None
-    try:
-        path = os.fspath(given)
-    except TypeError:
-        path = None
-    if not isinstance(path, str) or not path:
-        raise ConfigError(f"kv_swap_path must be a folder or the name of a new file, not {shown(given)}", "kv_swap_path")
+    path = _path(given, "kv_swap_path", "a folder or the name of a new file")
     if not swap:
         raise ConfigError(f"kv_swap_path is {shown(path)}, and kv_swap_bytes is 0: give the bytes of the swap tier", "kv_swap_path")
     return path
@@ -205,13 +195,14 @@ def context_length(value: Any) -> int | None:
     return _whole(value, "max_model_len", 2, 2**31 - 1)
 
 
-def _path(model: Any) -> str:
+def _path(given: Any, name: str, kinds: str) -> str:
+    """A path as text. ``kinds``: what it may be, for the error. Raises: ConfigError."""
     try:
-        path = os.fspath(model)
+        path = os.fspath(given)
     except TypeError:
         path = None
     if not isinstance(path, str) or not path:
-        raise ConfigError(f"model must be a directory, a .gguf file, a Hub id or a short name, not {shown(model)}", "model")
+        raise ConfigError(f"{name} must be {kinds}, not {shown(given)}", name)
     return path
 
 
