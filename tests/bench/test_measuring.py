@@ -8,17 +8,22 @@ import pytest
 from tests.checkpoints import make_tiny
 from tests.cli.conftest import Octavo, octavo  # noqa: F401 - a fixture
 
-from octavo.bench import latency, throughput
+from octavo.bench import kernels, latency, throughput
 from octavo.bench.ceilings import Amount, Ceilings
 from octavo.bench.rig import Rig, busy
 from octavo.bench.steps import OpTime, Work, mean_profile
 from octavo.bench.tables import percentile, table
-from octavo.bench.workloads import WORKLOADS, batch, make, named
-from octavo.core.step import PlanItem, StepPlan
+from octavo.bench.workloads import WORKLOADS, batch, decoding, make, named
+from octavo.config import SchedulerConfig
+from octavo.core.request import Request
+from octavo.core.sampling import SamplingParams
+from octavo.core.step import PlanItem, SlotResult, StepPlan, StepResult
 from octavo.engine.console import LOGGER
 from octavo.engine.report import LogReport
 from octavo.errors import ConfigError
+from octavo.kv.manager import KvManager
 from octavo.ops.recorder import OpInfo
+from octavo.scheduler.scheduler import Scheduler
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +153,33 @@ def test_the_commands_end_with_a_line_of_json(octavo: Octavo, tiny: str, tmp_pat
         assert found["build"]["compiler"] and found["machine"]["cpu"] and found["config"]["runner"]["num_threads"] == 1 and "commit" in found
     assert set(found["results"]) == {"1", "3", "70"}
     assert octavo("bench", "throughput", tiny, "--workloads", "long").stderr.endswith("here it is 2048 (--max-model-len) (--workloads)\n")
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 64])
+@pytest.mark.parametrize("context", [2, 17, 128, 700])
+def test_all_rows_of_the_kernels_bench_decode_together(size: int, context: int) -> None:
+    """Whatever a step's budget is: enough steps, all at about the context asked for, and within the room that the bench asks for."""
+    for budget in {size, size + 5, max(size, 100), 512, 4096}:
+        load = make(decoding(size, context, kernels.STEPS, budget), 49152, 0)
+        assert max(len(prompt) + out for prompt, out in zip(load.prompts, load.outs)) < context + kernels.ROOM
+        scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=budget), KvManager(size * (context // 16 + 3)))
+        for number, (prompt, out) in enumerate(zip(load.prompts, load.outs)):
+            params = SamplingParams(max_tokens=out, ignore_eos=True)
+            scheduler.add(Request(str(number), prompt, params, max_total=len(prompt) + out))
+        found = []
+        while (plan := scheduler.plan()) is not None:
+            if kernels.measured(plan, size, context):
+                found.append(plan)
+            scheduler.commit(plan, StepResult(plan.number, [SlotResult(i.slot, i.epoch, [7] if i.sample else []) for i in plan.items]))
+        assert not scheduler.has_unfinished and kernels.STEPS <= len(found) <= kernels.STEPS + 8
+        assert all(abs(item.start - context) < kernels.ROOM for plan in found for item in plan.items)
+
+
+def test_kernels_that_were_not_measured_are_an_error(tiny: str) -> None:
+    with Rig(tiny, {"num_threads": 1, "max_num_batched_tokens": 128, "max_num_seqs": 40, "num_kv_blocks": 16}, LogReport(LOGGER)) as rig:
+        _, found = kernels.run(rig, [4], 20, 1)
+        assert found["results"]["4"], "few enough fit"
+        with pytest.raises(ConfigError, match=r"no step had 32 rows.*16 KV blocks"):
+            kernels.run(rig, [32], 20, 1)
+        with pytest.raises(ConfigError, match=r"41 rows are as many sequences that decode; at most 40 run \(max_num_seqs\)"):
+            kernels.run(rig, [41, 70], 20, 1)

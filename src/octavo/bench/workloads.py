@@ -16,6 +16,7 @@ import numpy as np
 
 from octavo.errors import ConfigError
 
+SLACK = 4  # outputs beyond those that are measured: which step a prompt ends in is known to one or two
 LOWEST, HIGHEST = 1000, 40_000  # token ids: those below are often special; a smaller vocabulary has smaller limits
 
 
@@ -50,6 +51,20 @@ def _mixed_lengths() -> tuple[list[int], list[int]]:
 def batch(size: int, tokens_in: int = 128, tokens_out: int = 128) -> Callable[[Ids], Load]:
     """Equal requests."""
     return lambda ids: Load([ids(tokens_in) for _ in range(size)], [tokens_out] * size)
+
+
+def decoding(size: int, context: int, steps: int, budget: int) -> Callable[[Ids], Load]:
+    """Requests that all decode together for at least so many steps, each with about ``context`` tokens behind it when that begins.
+
+    A prompt that is in decodes while the later ones are computed with what its step leaves of the budget, so the earlier a prompt, the
+    shorter it is, and the longer its output. ``budget``: tokens of a step, at least ``size``; at most so many requests may run.
+    """
+    lengths, outs, waits = [], [], 0.0  # from the last prompt to the first; waits: steps from a prompt's end to the last one's
+    for earlier in reversed(range(size)):
+        lengths.append(max(1, context - int(waits)))
+        outs.append(int(waits) + steps + SLACK)
+        waits += lengths[-1] / (budget - earlier)
+    return lambda ids: Load([ids(count) for count in reversed(lengths)], list(reversed(outs)))
 
 
 def _mixed(ids: Ids) -> Load:
