@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,6 +209,81 @@ def test_a_second_interrupt_comes_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         driver.step()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def interrupted(deltas: list[Delta]) -> Any:
+    """A step in which Ctrl-C is pressed."""
+    def step(core: FakeCore) -> list[Delta]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return deltas
+    return step
+
+
+def test_a_run_is_interrupted_between_steps_only() -> None:
+    core = FakeCore([[Delta("a/0", [97])], interrupted([Delta("a/0", [98])]), [Delta("a/0", [99], finish_reason="length")]])
+    driver = Driver(core)
+    answer, ticks = submit(driver, "a"), []
+    with pytest.raises(KeyboardInterrupt):
+        driver.run([answer], lambda: ticks.append(len(answer.samples[0].tokens)))
+    assert answer.samples[0].tokens == [97, 98] and ticks == [1], "the second step is whole, and nothing comes after it"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    driver.run([answer], lambda: ticks.append(3))
+    assert answer.finished and ticks == [1, 3], "nothing of the interrupt is left"
+
+
+def test_an_interrupt_behind_the_last_step_of_a_run_is_not_lost() -> None:
+    driver = Driver(FakeCore([[Delta("a/0", [97], finish_reason="length")]]))
+    with pytest.raises(KeyboardInterrupt):
+        driver.run([submit(driver, "a")], lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_of_a_run_comes_at_once() -> None:
+    def hangs(core: FakeCore) -> list[Delta]:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    driver = Driver(FakeCore([hangs]))
+    with pytest.raises(KeyboardInterrupt):
+        driver.run([submit(driver, "a")], lambda: None)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_is_the_main_threads() -> None:
+    """Another thread that steps while the main one runs is not the one that ends."""
+    began, seen = threading.Event(), []
+
+    def other() -> None:
+        began.wait(10)
+        try:
+            driver.step()
+        except BaseException as error:
+            seen.append(error)
+
+    def waits(core: FakeCore) -> list[Delta]:
+        began.set()
+        return interrupted([Delta("a/0", [97])])(core)
+
+    driver = Driver(FakeCore([waits, [Delta("a/0", [98])], [Delta("a/0", [99])]]))
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        driver.run([submit(driver, "a")], lambda: None)
+    thread.join(10)
+    assert not thread.is_alive() and seen == []
+
+
+def test_a_run_waits_for_all_its_answers_and_touches_the_signal_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = signal.signal
+    monkeypatch.setattr(signal, "signal", lambda *args: calls.append(args) or real(*args))
+    steps = [[Delta("b/0", [98], finish_reason="length")], [Delta("a/0", [97])], [Delta("a/0", [97], finish_reason="length")]]
+    driver = Driver(FakeCore(steps))
+    answers = [submit(driver, "a"), submit(driver, "b")]
+    driver.run(answers, lambda: None)
+    assert all(answer.finished for answer in answers) and not steps and len(calls) == 2
+    driver.run([], lambda: None)
 
 
 def test_an_applications_own_handler_stays() -> None:

@@ -27,6 +27,7 @@ class Driver:
         self._clock = clock
         self.lock = threading.RLock()  # held while the core works: take it to look into the core
         self._open: dict[str, tuple[Answer, int]] = {}  # by the request's id in the core
+        self._interrupts = _Interrupts()
         core.observers.append(self._observe)
 
     def submit(self, batch: Sequence[tuple[Answer, Sequence[Request]]]) -> None:
@@ -46,7 +47,23 @@ class Driver:
 
     def step(self) -> None:
         """Compute one step and hand its news out. Raises: WorkerDied, after every open answer got its end."""
-        with self.lock, _interrupt_after():
+        with self._interrupts.held():
+            self._step()
+
+    def run(self, answers: Sequence[Answer], tick: Callable[[], None]) -> None:
+        """Step until these answers are complete, and call ``tick`` after each step. Raises: as step() does."""
+        with self._interrupts.held():  # once: at each step it would cost as much as the scheduler
+            waiting = list(answers)
+            while waiting:
+                if waiting[-1].finished:  # the others are looked at once it is gone
+                    waiting.pop()
+                    continue
+                self._step()
+                self._interrupts.release()
+                tick()
+
+    def _step(self) -> None:
+        with self.lock:
             steps = self._core.counters.steps
             deltas = self._core.step()
             self._deliver(deltas)
@@ -93,27 +110,43 @@ class Driver:
             metrics.first_scheduled = now
 
 
-@contextmanager
-def _interrupt_after() -> Iterator[None]:
-    """Hold a first Ctrl-C back until the block is left; a second one comes at once.
+class _Interrupts:
+    """Holds a first Ctrl-C back while the engine works; a second one comes at once.
 
     Only where Python's own handler is in place, in the main thread: anything else is the application's business.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    pending = False
 
-    def note(_signal: int, _frame: Any) -> None:
-        nonlocal pending
-        if pending:
+    def __init__(self) -> None:
+        self._held = self._pending = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Until the block is left, a first Ctrl-C is only noted; it is raised by ``release``, or at the end of the outermost block that holds."""
+        if self._held or not _in_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        self._pending = False
+        signal.signal(signal.SIGINT, self._note)
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.release()
+
+    def release(self) -> None:
+        """Raise what was noted; to be called where nothing is half done. In other threads than the main one nothing happens."""
+        if self._pending and _in_main_thread():
+            self._pending = False
             raise KeyboardInterrupt
-        pending = True
 
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pending:
-        raise KeyboardInterrupt
+    def _note(self, _signal: int, _frame: Any) -> None:
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
+        self._pending = True
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -254,9 +254,7 @@ class LLM:
         answers = self._submit(given, params, priority, tenant, add_special_tokens=add_special_tokens)
         try:
             with progress_bar(answers, use_tqdm) as tick:
-                while not all(answer.finished for answer in answers):
-                    self._driver.step()
-                    tick()
+                self._driver.run(answers, tick)
         except BaseException:  # an interrupt too: what this call asked for is taken back, the engine goes on
             self._driver.abort(answers)
             raise

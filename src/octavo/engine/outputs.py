@@ -95,8 +95,9 @@ class Answer:
             metrics.last_token = now
         if index == 0:
             self._num_cached = delta.num_cached
-        stopped = self.samples[index].apply(delta)
-        if self.finished:
+        sample = self.samples[index]
+        stopped = sample.apply(delta)
+        if sample.finish_reason is not None and self.finished:
             metrics.finished = now
         return stopped
 

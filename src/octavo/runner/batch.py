@@ -55,25 +55,30 @@ class Batch:
         """
         a = self.arrays
         num_seqs = len(items)
-        slot = np.array([item.slot for item in items], np.int32)
-        start = np.array([item.start for item in items], np.int32)
-        count = np.array([len(item.tokens) for item in items], np.int32)
-        q_start = a["q_start"][: num_seqs + 1]
-        q_start[0] = 0
-        np.cumsum(count, out=q_start[1:])
-        num_tokens = int(q_start[-1])
+        counts = [len(item.tokens) for item in items]
+        num_tokens = sum(counts)
+        slot, epoch, start, count = np.array([[item.slot for item in items], [item.epoch for item in items], [item.start for item in items], counts])
         end = start + count
-        self._check(items, slots, slot, count, end)
+        held = slots.held[slot]
+        self._check(items, held, epoch, count, end, num_tokens)
 
-        owner = np.repeat(self._iota[:num_seqs], count)
-        token_slot = slot[owner]
+        q_start, positions = a["q_start"][: num_seqs + 1], a["positions"][:num_tokens]
+        if num_tokens == num_seqs:  # one each: the same rule without its detours
+            token_slot = slot
+            q_start[:] = self._iota[: num_seqs + 1]
+            positions[:] = start
+        else:
+            q_start[0] = 0
+            np.cumsum(count, out=q_start[1:])
+            owner = np.repeat(self._iota[:num_seqs], count)
+            token_slot, held = slot[owner], held[owner]
+            np.add(self._iota[:num_tokens], (start - q_start[:-1])[owner], out=positions)
         tokens = np.fromiter(chain.from_iterable([item.tokens for item in items]), np.int32, num_tokens)
-        positions = a["positions"][:num_tokens]
-        np.add(self._iota[:num_tokens], (start - q_start[:-1])[owner], out=positions)
         unnamed = tokens < 0
-        if (unnamed & (positions != slots.num_tokens[token_slot] - 1)).any():
+        _, known, _, last = held.T
+        if (unnamed & (positions != known - 1)).any():
             raise ValueError("the plan leaves a token to the slot that is not the slot's last one")
-        np.copyto(a["tokens"][:num_tokens], np.where(unnamed, slots.last[token_slot], tokens))
+        a["tokens"][:num_tokens] = np.where(unnamed, last, tokens)
         block, offset = np.divmod(positions, self.block_size)
         np.add(slots.arrays["block_table"][token_slot, block] * self.block_size, offset, out=a["kv_slots"][:num_tokens])
         a["seq_slot"][:num_seqs] = slot
@@ -84,16 +89,19 @@ class Batch:
 
     def _fill_rows(self, items: list[PlanItem], slots: Slots, slot: np.ndarray, q_start: np.ndarray, end: np.ndarray) -> Rows:
         a = self.arrays
-        sampling = np.flatnonzero([item.sample for item in items])
-        num = len(sampling)
+        samples = [item.sample for item in items]
         if not any(item.score_to > item.score_from for item in items):
-            where, sampled_slots = self._iota[:num], slot[sampling]
-            a["rows"][:num] = q_start[sampling + 1] - 1
+            sampled_slots, last, ends = slot, q_start[1:], end
+            if not all(samples):
+                picked = np.flatnonzero(samples)
+                sampled_slots, last, ends = slot[picked], last[picked], end[picked]
+            num = len(sampled_slots)
+            a["rows"][:num] = last - 1
             a["row_slot"][:num] = sampled_slots
-            a["row_pos"][:num] = end[sampling]
+            a["row_pos"][:num] = ends
             a["row_target"][:num] = -1
             a["row_top"][:num] = slots.top[sampled_slots]
-            return Rows(num, where, sampled_slots, {})
+            return Rows(num, self._iota[:num], sampled_slots, {})
         num, places, scored = 0, [], {}
         for i, item in enumerate(items):
             wanted = item.score_to - item.score_from
@@ -118,18 +126,19 @@ class Batch:
                 a["row_top"][num] = slots.top[item.slot]
                 places.append(num)
                 num += 1
-        return Rows(num, np.array(places, np.int32), slot[sampling], scored)
+        return Rows(num, np.array(places, np.int32), slot[np.flatnonzero(samples)], scored)
 
-    def _check(self, items: list[PlanItem], slots: Slots, slot: np.ndarray, count: np.ndarray, end: np.ndarray) -> None:
+    def _check(self, items: list[PlanItem], held: np.ndarray, epoch: np.ndarray, count: np.ndarray, end: np.ndarray, num_tokens: int) -> None:
         """Our own invariants, at the price of a few array comparisons: a broken one would corrupt somebody's cache."""
-        if len(items) > self.max_seqs or int(count.sum()) > self.max_tokens:
-            raise ValueError(f"a step of {len(items)} sequences and {count.sum()} tokens exceeds {self.max_seqs} and {self.max_tokens}")
-        epoch = np.array([item.epoch for item in items], np.int64)
-        wrong = (slots.epoch[slot] != epoch) | (count < 1) | (end > slots.num_blocks[slot] * self.block_size) | (end > slots.num_tokens[slot])
+        if len(items) > self.max_seqs or num_tokens > self.max_tokens:
+            raise ValueError(f"a step of {len(items)} sequences and {num_tokens} tokens exceeds {self.max_seqs} and {self.max_tokens}")
+        its_epoch, known, blocks, _ = held.T
+        wrong = (its_epoch != epoch) | (count < 1) | (end > known) | (end > blocks * self.block_size)
         if wrong.any():
-            item = items[int(np.flatnonzero(wrong)[0])]
+            at = int(np.flatnonzero(wrong)[0])
+            item = items[at]
             last = item.start + len(item.tokens) - 1
             raise ValueError(
-                f"slot {item.slot} holds epoch {slots.epoch[item.slot]}, {slots.num_tokens[item.slot]} tokens and "
-                f"{slots.num_blocks[item.slot]} blocks; the plan has epoch {item.epoch} and positions {item.start} … {last}"
+                f"slot {item.slot} holds epoch {its_epoch[at]}, {known[at]} tokens and {blocks[at]} blocks; "
+                f"the plan has epoch {item.epoch} and positions {item.start} … {last}"
             )

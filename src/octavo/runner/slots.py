@@ -72,10 +72,9 @@ class Slots:
         self.seen: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * num_slots
         self.state: list[SlotState | None] = [None] * num_slots  # None: nothing rare
         self.busy: set[int] = set()  # slots whose mask or counts may change with the next token
-        self.last = np.zeros(num_slots, np.int32)  # the last known token
-        self.num_tokens = np.zeros(num_slots, np.int32)  # known tokens: prompt and output
-        self.num_blocks = np.zeros(num_slots, np.int32)
-        self.epoch = np.full(num_slots, -1, np.int64)  # -1: nobody's
+        self.held = np.zeros((num_slots, 4), np.int64)  # the next four side by side: a step reads all of them, and the caches are cold then
+        self.epoch, self.num_tokens, self.num_blocks, self.last = self.held.T  # num_tokens: known ones, the last of which is ``last``
+        self.epoch[:] = -1  # nobody's
         self.top = np.full(num_slots, -1, np.int32)  # alternatives per sampled token; -1: no log-probabilities
 
     def free(self, slot: int) -> None:
