@@ -12,13 +12,16 @@ namespace octavo {
 // All threads of a run meet here between two ops.
 class Barrier {
 public:
-    void reset(int n, bool crowded) { count_ = n, arrived_.store(0), spins_ = crowded ? 16 : 4096; }
+    // `crowded`: there are more threads than cores, so waiting awake keeps the others from coming.
+    void reset(int n, bool crowded) { count_ = n, arrived_.store(0), crowded_ = crowded; }
     void wait();
 
 private:
+    static constexpr int SLEEPERS = 1 << 30;  // beside the number of those that are here: some of them sleep
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
-    int count_ = 1, spins_ = 4096;
+    int count_ = 1;
+    bool crowded_ = false;
 };
 
 class Pool {
@@ -47,7 +50,8 @@ private:
         std::atomic<bool> stop{false};
         alignas(64) std::atomic<uint32_t> epoch{0};
         alignas(64) std::atomic<int> sleepers{0};
-        alignas(64) std::atomic<int> pending{0};
+        alignas(64) std::atomic<uint32_t> pending{0};
+        std::atomic<bool> caller_sleeps{false};
     };
     void start();
     static void worker(State *s, int thread);

@@ -51,6 +51,25 @@ def test_more_threads_than_cores_or_panels(threads):
     assert time.monotonic() - began < 20
 
 
+def test_threads_that_wait_asleep_are_woken():
+    """All threads on one core, unknown to the pool: whoever waits must go to sleep, in a run and behind it, and nobody may stay there."""
+    code = """
+import os
+from tests.native.test_pool import busy_rig
+from tests.ops.native_support import provider
+rig, out = busy_rig(provider('bfloat16', 'generic', 3))
+rig.run(9); want = rig.read(out, 9)
+for task in os.listdir('/proc/self/task'):
+    os.sched_setaffinity(int(task), {min(os.sched_getaffinity(0))})
+for _ in range(300):
+    rig.run(9)
+    assert (rig.read(out, 9) == want).all()
+print('fine')
+"""
+    done = run_python(code)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
 def test_two_callers_take_turns():
     p = provider("bfloat16", ISAS[-1], 2)
     rigs = [busy_rig(p, seed) for seed in (1, 2)]
