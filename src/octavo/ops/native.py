@@ -43,7 +43,7 @@ def chosen_isa(isa: str | None = None) -> str:
 
 
 class NativeKvStore:
-    """Memory of the KV blocks: [block][layer][kv head][K, V, scales], committed when first touched (native/kernels/kv.h)."""
+    """Memory of the KV blocks: [block][layer][kv head][K, V, scales], committed when first touched, by huge pages (native/kernels/kv.h)."""
 
     def __init__(self, memory: Any, kv_spec: Any, num_blocks: int) -> None:
         self.memory = memory
@@ -229,7 +229,7 @@ class NativeProvider:
         if num_blocks < 1:
             raise ConfigError(f"num_kv_blocks must be at least 1, not {num_blocks}", "num_kv_blocks")
         try:
-            memory = self.new_memory(num_blocks * kv_spec.bytes_per_block)
+            memory = self.new_memory(num_blocks * kv_spec.bytes_per_block, True)
         except MemoryError:
             raise ConfigError(
                 f"{num_blocks} KV blocks of {kv_spec.bytes_per_block} bytes ({num_blocks * kv_spec.bytes_per_block / 2**30:.1f} GiB) do not fit the "
