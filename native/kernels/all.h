@@ -9,6 +9,7 @@
 #include "rows.h"
 #include "linear.h"
 #include "kv.h"
+#include "kv_store.h"
 #include "rope.h"
 #include "dot16.h"
 #include "attention.h"

@@ -1,4 +1,4 @@
-// How K and V lie in the cache, and how a token's are written there.
+// How K and V lie in the cache, and how numbers become those of a type. kv_store.h writes them there.
 //
 // A block: [layer][kv head] units, and a unit: K of 16 tokens, V of 16 tokens, and for quantized types the scales: 16 of K,
 // 16 of V, as bfloat16 bits. K is a panel whose columns are the tokens, V is Dp/16 panels whose columns are dims:
@@ -11,6 +11,8 @@
 // A quantized value is code · scale, the scale of its token, head, and K or V. Stale bytes are finite in every quantized
 // type, and stale scales meet a mask.
 #pragma once
+
+typedef int8_t B __attribute__((vector_size(16)));
 
 struct Fp8 {  // e4m3: no infinity, 448 at most
     uint8_t bits;
@@ -25,21 +27,29 @@ template <class S> struct Stored {
     static constexpr int bits = 8 * sizeof(S);
     static constexpr bool scaled = sizeof(S) == 1, integer = false;
     static constexpr float unit = 1;  // what a decoded 1 stands for
+    typedef S Element;                // what a token has of one column or, int4, of two
+    typedef uint32_t Cell;            // the elements of a token (K) or of a column (V) that lie together
 };
 template <> struct Stored<Fp8> {
     static constexpr int bits = 8;
     static constexpr bool scaled = true, integer = false;
     static constexpr float unit = 256;  // decoded as float16, whose bias is 8 more
+    typedef uint8_t Element;
+    typedef uint8_t Cell;
 };
 template <> struct Stored<Int8> {
     static constexpr int bits = 8;
     static constexpr bool scaled = true, integer = true;
     static constexpr float unit = 1;
+    typedef uint8_t Element;
+    typedef uint32_t Cell;
 };
 template <> struct Stored<Int4> {
     static constexpr int bits = 4;
     static constexpr bool scaled = true, integer = true;
     static constexpr float unit = 1;
+    typedef uint8_t Element;
+    typedef uint32_t Cell;
 };
 constexpr float LEAST_SCALE = 0x1p-60f;  // below it, a row counts as zeros, as in the rounding to act
 
@@ -62,6 +72,8 @@ FN float largest(const float *x, int64_t d) {
     return m < INF ? m : as_float(0x7fc00000u);
 }
 
+FN void store_codes(int8_t *codes, I n) { store<B>(codes, __builtin_convertvector(n, B)); }
+
 // Codes of one row: returns the scale, 0 (and codes of 0) for a row below LEAST_SCALE, NaN for one with no finite numbers.
 FN float encode(Int8, const float *x, int64_t dp, int8_t *codes) {
     float s = scale_up(largest(x, dp) / 127.0f);
@@ -69,7 +81,7 @@ FN float encode(Int8, const float *x, int64_t dp, int8_t *codes) {
     const float inv = s > 0 ? 1.0f / s : 0.0f;
     for (int64_t c = 0; c < dp; c += LANES) {
         const I n = nearest(load<F>(x + c) * inv);
-        for (int i = 0; i < LANES; i++) codes[c + i] = (int8_t)n[i];
+        store_codes(codes + c, n);
     }
     return s;
 }
@@ -88,7 +100,7 @@ FN float encode(Int4, const float *x, int64_t dp, int8_t *codes) {  // the value
         I n = nearest(load<F>(x + c) * inv);
         n = n < isplat(7) ? n : isplat(7);
         n = n > isplat(-8) ? n : isplat(-8);
-        for (int i = 0; i < LANES; i++) codes[c + i] = (int8_t)n[i];
+        store_codes(codes + c, n);
     }
     return s;
 }
@@ -104,48 +116,9 @@ FN float encode(Fp8, const float *x, int64_t dp, int8_t *codes) {  // scales are
         n = (I)m < isplat(0x3c800000) ? few : n;                                // 2^-6
         n = n < isplat(0x7e) ? n : isplat(0x7e);
         n = n | (I)((u >> 24) & 0x80u);
-        for (int i = 0; i < LANES; i++) codes[c + i] = (int8_t)n[i];
+        store_codes(codes + c, n);
     }
     return s;
-}
-
-// Writes a token's K and V (float32, Dp values with zeros behind D). `fresh`: the block's last token so far, and what lies
-// behind it a former owner left.
-template <class E, class S> FN void store_kv(char *unit, int64_t dp, int64_t token, const float *key, const float *value, bool fresh) {
-    if constexpr (!Stored<S>::scaled) {
-        S *k = (S *)unit, *v = k + dp * TOKENS;
-        S narrow[MAX_HEAD_DIM];
-        constexpr int pair = sizeof(S) == 2 ? 2 : 1;  // values of a column that lie together
-        const auto k_at = [&](int64_t d) { return (d / pair * LANES + token) * pair + d % pair; };
-        const auto v_at = [&](int64_t d, int64_t t) { return d / LANES * (TOKENS * LANES) + (t / pair * LANES + d % LANES) * pair + t % pair; };
-        store_row(narrow, key, dp);
-        for (int64_t c = 0; c < dp; c++) k[k_at(c)] = narrow[c];
-        store_row(narrow, value, dp);
-        for (int64_t c = 0; c < dp; c++) v[v_at(c, token)] = narrow[c];
-        if (fresh)  // it would meet probability 0, and 0 · NaN is NaN
-            for (int64_t c = 0; c < dp; c++)
-                for (int64_t rest = token + 1; rest < TOKENS; rest++) v[v_at(c, rest)] = 0;
-    } else {
-        int8_t codes[MAX_HEAD_DIM], *k = (int8_t *)unit, *v = k + kv_half<S>(dp);
-        bf16 *scales = (bf16 *)(unit + 2 * kv_half<S>(dp));
-        scales[token] = (bf16)(as_bits(encode(S(), key, dp, codes)) >> 16);
-        if constexpr (Stored<S>::bits == 4) {
-            for (int64_t c = 0; c < dp; c += 8)
-                for (int b = 0; b < 4; b++) k[(c / 8 * LANES + token) * 4 + b] = (int8_t)((codes[c + b] & 15) | codes[c + 4 + b] << 4);
-        } else {
-            constexpr int quad = Stored<S>::integer ? 4 : 1;
-            for (int64_t c = 0; c < dp; c++) k[(c / quad * LANES + token) * quad + c % quad] = codes[c];
-        }
-        scales[TOKENS + token] = (bf16)(as_bits(encode(S(), value, dp, codes)) >> 16);
-        const int64_t quad = Stored<S>::integer ? (token / 4 * LANES) * 4 + token % 4 : token * LANES, step = Stored<S>::integer ? 4 : 1;
-        if constexpr (Stored<S>::bits == 4) {
-            for (int64_t c = 0; c < dp; c += 2 * LANES)
-                for (int i = 0; i < LANES; i++)
-                    v[c / (2 * LANES) * (TOKENS * LANES) + quad + i * 4] = (int8_t)((codes[c + i] & 15) | codes[c + LANES + i] << 4);
-        } else {
-            for (int64_t c = 0; c < dp; c++) v[c / LANES * (TOKENS * LANES) + quad + c % LANES * step] = codes[c];
-        }
-    }
 }
 
 template <> struct Panel<Fp8> {

@@ -1,4 +1,4 @@
-// Rotary embedding, and the writing of K and V into the cache (kv.h).
+// Rotary embedding, and the writing of K and V into the cache (kv_store.h).
 #pragma once
 
 // Sine and cosine of x, |x| < 2^23: reduction by π/2 in three parts, then the Taylor series, all in double.
@@ -30,12 +30,18 @@ static void rope_table(const Op &op, const Run &run, const Part &part) {
     }
 }
 
-FN void rotate(const float *__restrict x, const float *__restrict table, int64_t half, float *__restrict y) {
-    for (int64_t i = 0; i < half; i++) {
-        const float c = table[i], s = table[half + i], low = x[i], high = x[half + i];
-        y[i] = low * c - high * s;
-        y[half + i] = high * c + low * s;
-    }
+// `ahead`: floats to what is rotated soon, fetched meanwhile.
+FN void rotate(const float *x, const float *table, int64_t half, int64_t ahead, float *y) {
+    const auto turn = [&]<class V>(int64_t i) {
+        __builtin_prefetch(x + ahead + i);
+        __builtin_prefetch(x + ahead + half + i);
+        const V c = load<V>(table + i), s = load<V>(table + half + i), low = load<V>(x + i), high = load<V>(x + half + i);
+        store<V>(y + i, low * c - high * s);
+        store<V>(y + half + i, high * c + low * s);
+    };
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) turn.template operator()<F>(i);
+    for (; i < half; i++) turn.template operator()<float>(i);
 }
 
 // rope_store. p: qkv [T][ld], table, q out, positions' kv_slots. n: rows kind, ld of qkv, ld of q, H, G, D, Dp, offset of
@@ -45,22 +51,31 @@ template <class E, class S> static void rope_store(const Op &op, const Run &run,
     E *q = (E *)op.p[2];
     const int32_t *slots = (const int32_t *)op.p[3];
     const int64_t ld = op.n[1], ldq = op.n[2], heads = op.n[3], groups = op.n[4], d = op.n[5], dp = op.n[6], half = d / 2;
-    const int64_t per = heads / groups;
+    const int64_t per = heads / groups, rows = part.rows, ahead = 2 * ld;  // two tokens on
     float y[MAX_HEAD_DIM] = {}, value[MAX_HEAD_DIM] = {};
+    Stage<S> stage(dp);
     int64_t from, to;
-    share((int64_t)part.rows * groups, part.thread, run.threads, &from, &to);
-    for (int64_t i = from; i < to; i++) {
-        const int64_t t = i / groups, g = i % groups;
-        const float *row = qkv + t * ld, *angle = table + t * d;
-        for (int64_t h = g * per; h < (g + 1) * per; h++) {
-            rotate(row + h * d, angle, half, y);
-            store_row(q + t * ldq + h * d, y, d);
+    share(rows * groups, part.thread, run.threads, &from, &to);
+    for (int64_t i = from, n; i < to; i += n) {
+        const int64_t first = i % rows, g = i / rows, token = slots[first] % TOKENS;
+        const int64_t most = TOKENS - token < rows - first ? TOKENS - token : rows - first;
+        for (n = 0; n < most && i + n < to && slots[first + n] == slots[first] + n;) {  // the next tokens of the block
+            const int64_t t = first + n;
+            const float *row = qkv + t * ld, *angle = table + t * d;
+            for (int64_t h = g * per; h < (g + 1) * per; h++) {
+                rotate(row + h * d, angle, half, ahead, y);
+                store_row(q + t * ldq + h * d, y, d);
+            }
+            if (g == groups - 1)
+                for (int64_t c = heads * d; c < ldq; c++) q[t * ldq + c] = 0;
+            rotate(row + (heads + g) * d, angle, half, ahead, y);
+            const float *v = row + (heads + groups + g) * d;
+            for (int64_t c = 0; c < d; c += LANES) __builtin_prefetch(v + ahead + c);
+            __builtin_memcpy(value, v, (size_t)d * 4);
+            stage.take(n++, y, value);
+            if (run.zero_tail[t]) break;
         }
-        if (g == groups - 1)
-            for (int64_t c = heads * d; c < ldq; c++) q[t * ldq + c] = 0;
-        rotate(row + (heads + g) * d, angle, half, y);
-        __builtin_memcpy(value, row + (heads + groups + g) * d, (size_t)d * 4);
-        char *unit = run.kv + (size_t)(slots[t] / TOKENS) * run.block_bytes + op.n[7] + g * kv_unit<S>(dp);
-        store_kv<E, S>(unit, dp, slots[t] % TOKENS, y, value, run.zero_tail[t]);
+        char *unit = run.kv + (size_t)(slots[first] / TOKENS) * run.block_bytes + op.n[7] + g * kv_unit<S>(dp);
+        stage.write(unit, token, n, run.zero_tail[first + n - 1]);
     }
 }
