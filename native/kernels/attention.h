@@ -21,7 +21,7 @@
 struct QueryTile {
     int rows;
     int64_t dp;
-    float *q;       // [QROWS][Dp] float32 values of act precision
+    float *q;       // [QROWS][Dp] float32 values of act precision; spread for integer KV types
     bf16 *q16;      // the same as bf16, for matrix units
     int32_t *qi;    // the same as pairs of 16-bit numbers, for integer KV types
     float *scores;  // [QROWS][PARTITION]; then the probabilities, rounded to act, times V's scales
@@ -235,6 +235,7 @@ template <class E, class S> static void begin_tile(const Op &op, const Run &run,
         tile.scale[r] = op.f[0];
         if constexpr (Stored<S>::integer) {
             float inv;
+            spread(tile.q + r * dp, dp);
             tile.scale[r] = op.f[0] * to_whole(largest(tile.q + r * dp, dp), &inv);
             for (c = 0; c < dp; c += LANES) store_quads(tile.qi + (r * dp + c) / 2, nearest(load<F>(tile.q + r * dp + c) * inv));
         } else if (sizeof(E) == 2) {

@@ -8,7 +8,8 @@
 //   int4   K [dims/8][16][4], two nibbles a byte: dims 8i + b and 8i + 4 + b; V [tokens/4][16][4] of two panels: dims c and
 //          c + 16. So a byte belongs to one token, and no two threads write to one.
 //
-// A quantized value is code · scale, the scale of its token, head, and K or V. Stale bytes are finite in every quantized
+// K of quantized types is centred and spread first (`prepare_key`); the query of an integer type is spread, too. A quantized value
+// then is code · scale, the scale of its token, head, and K or V. Stale bytes are finite in every quantized
 // type, and stale scales meet a mask.
 #pragma once
 
@@ -60,6 +61,43 @@ template <class S> constexpr int64_t kv_unit(int64_t dp) { return 2 * kv_half<S>
 FN I nearest(F x) { return (I)f_to_bits(x + 12582912.0f) - 0x4b400000; }
 // A positive scale to bfloat16, upwards: then no code exceeds its range.
 FN float scale_up(float s) { return as_float((as_bits(s) + 0xffffu) & 0xffff0000u); }
+
+// The Walsh-Hadamard transform of each 32 of dp values, not normed, largest distance first. One large value becomes 32 of equal
+// magnitude, which share one scale well; twice is 32 times the values, and products of two spread rows are 32 times the rows'.
+FN void spread(float *x, int64_t dp) {
+    const U index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t c = 0; c < dp; c += 2 * LANES) {
+        const F low = load<F>(x + c), high = load<F>(x + c + LANES);
+        F half[2] = {low + high, low - high};
+        for (F &v : half) {
+            const auto stage = [&](F partner, int bit) { v = bits_to_f(f_to_bits(v) ^ (index >> bit) << 31) + partner; };
+            stage(__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7), 3);
+            stage(__builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11), 2);
+            stage(__builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13), 1);
+            stage(__builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14), 0);
+        }
+        store<F>(x + c, half[0]);
+        store<F>(x + c + LANES, half[1]);
+    }
+}
+
+// What is encoded of a key (after RoPE; Dp values). `bias` (or null): its head's, of the key projection. Subtracting one vector from all
+// keys subtracts one number from all scores of a query, which no softmax sees; where rotation is slow, the bias is in all tokens' keys
+// nearly as it is, and often most of them.
+constexpr float SLOW = 0x1p-13f;  // radians a token
+template <class S> FN void prepare_key(float *key, int64_t d, int64_t dp, const float *bias, const float *inv_freq) {
+    if constexpr (Stored<S>::scaled) {
+        const int64_t half = d / 2;
+        if (bias)
+            for (int64_t i = 0; i < half; i++)
+                if (inv_freq[i] < SLOW) key[i] -= bias[i], key[half + i] -= bias[half + i];
+        if constexpr (Stored<S>::integer) {
+            for (int64_t c = d; c < dp; c++) key[c] = 0;  // the former key's, spread
+            spread(key, dp);
+            for (int64_t c = 0; c < dp; c += LANES) store<F>(key + c, load<F>(key + c) * 0x1p-5f);
+        }
+    }
+}
 
 // The largest magnitude of d values (readable to a multiple of 16, zeros behind d); NaN where one is no finite number.
 FN float largest(const float *x, int64_t d) {

@@ -44,12 +44,13 @@ FN void rotate(const float *x, const float *table, int64_t half, int64_t ahead, 
     for (; i < half; i++) turn.template operator()<float>(i);
 }
 
-// rope_store. p: qkv [T][ld], table, q out, positions' kv_slots. n: rows kind, ld of qkv, ld of q, H, G, D, Dp, offset of
-// the layer in a block (bytes), KV type. E: act; S: what the cache stores.
+// rope_store. p: qkv [T][ld], table, q out, positions' kv_slots, bias of qkv or null, inv_freq. n: rows kind, ld of qkv, ld of q, H,
+// G, D, Dp, offset of the layer in a block (bytes), KV type. E: act; S: what the cache stores.
 template <class E, class S> static void rope_store(const Op &op, const Run &run, const Part &part) {
     const float *qkv = (const float *)op.p[0], *table = (const float *)op.p[1];
     E *q = (E *)op.p[2];
     const int32_t *slots = (const int32_t *)op.p[3];
+    const float *bias = (const float *)op.p[4], *inv_freq = (const float *)op.p[5];
     const int64_t ld = op.n[1], ldq = op.n[2], heads = op.n[3], groups = op.n[4], d = op.n[5], dp = op.n[6], half = d / 2;
     const int64_t per = heads / groups, rows = part.rows, ahead = 2 * ld;  // two tokens on
     float y[MAX_HEAD_DIM] = {}, value[MAX_HEAD_DIM] = {};
@@ -69,6 +70,7 @@ template <class E, class S> static void rope_store(const Op &op, const Run &run,
             if (g == groups - 1)
                 for (int64_t c = heads * d; c < ldq; c++) q[t * ldq + c] = 0;
             rotate(row + (heads + g) * d, angle, half, ahead, y);
+            prepare_key<S>(y, d, dp, bias ? bias + (heads + g) * d : nullptr, inv_freq);
             const float *v = row + (heads + groups + g) * d;
             for (int64_t c = 0; c < d; c += LANES) __builtin_prefetch(v + ahead + c);
             __builtin_memcpy(value, v, (size_t)d * 4);

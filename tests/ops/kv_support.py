@@ -47,6 +47,17 @@ def quantize(x, kv):
     return np.clip(np.rint(ratio), *((-127, 127) if kv == "int8" else (-8, 7))).astype(f32), scale
 
 
+def spread(x):
+    """The Walsh-Hadamard transform of each 32 of the last axis (padded with zeros to that), largest distance first."""
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 32)])
+    shape = x.shape
+    for apart in (16, 8, 4, 2, 1):
+        pairs = x.reshape(*shape[:-1], -1, 2, apart)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack([low + high, low - high], -2)
+    return x.reshape(shape)
+
+
 def whole(x):
     """The last axis as 16-bit whole numbers by its largest magnitude, and what 1 stands for."""
     most = np.abs(x).max(-1).astype(f32)
@@ -56,14 +67,17 @@ def whole(x):
 
 
 class Cached:
-    """K and V [T, G, D] as the cache of this type has them. ``k``, ``v``: float32 before rounding."""
+    """K and V [T, G, D] as the cache of this type has them. ``k``, ``v``: float32 before rounding; ``center`` [G, D]: subtracted from K."""
 
-    def __init__(self, k, v, dtype, kv):
+    def __init__(self, k, v, dtype, kv, center):
         self.dtype, self.kv = dtype, kv
         self.integer = kv in ("int8", "int4")
         if kv in ("bfloat16", "float32"):
             self.k, self.v = act(k, kv), act(v, kv)
             return
+        k = k - center
+        if self.integer:
+            k = spread(k) * f32(1 / 32)
         (self.k_codes, self.k_scale), (self.v_codes, self.v_scale) = quantize(k, kv), quantize(v, kv)
         self.k, self.v = self.k_codes * self.k_scale[..., None], self.v_codes * self.v_scale[..., None]
 
@@ -72,7 +86,7 @@ class Cached:
         if not self.integer:  # fp8's scales are powers of two: where they are multiplied in has no influence
             padded = -(-q.shape[-1] // 32) * 32
             return contract_product(np.pad(q, ((0, 0), (0, padded - q.shape[-1]))), self.k[:, g]) * scale
-        n, unit = whole(q)
+        n, unit = whole(spread(q))
         dots = (n @ self.k_codes[:, g].astype(np.int64).T).astype(f32)
         return dots * self.k_scale[:, g] * (scale * unit)[:, None]
 
@@ -101,10 +115,17 @@ def rotated(spec, qkv):
     return turned[:, :h], turned[:, h : h + g], x[:, h + g :]
 
 
-def restated(spec, qkv, dtype, window, kv):
+def center_of(spec, bias):
+    """What is subtracted from K [G, D]: the key heads' bias where rotation is slow. ``bias`` [(H + 2·G)·D], or None."""
+    h, g, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    slow = np.tile(np.array(spec.rope.inv_freq, f32) < f32(2.0**-13), 2)
+    return np.where(slow, (np.zeros((h + 2 * g) * d, f32) if bias is None else bias).reshape(-1, d)[h : h + g], f32(0))
+
+
+def restated(spec, qkv, dtype, window, kv, bias=None):
     """The contract, row by row. → q [T, H·D], the attention's output [T, H·D], both of act precision."""
     q, k, v = rotated(spec, qkv)
-    q, cache = act(q, dtype), Cached(k, v, dtype, kv)
+    q, cache = act(q, dtype), Cached(k, v, dtype, kv, center_of(spec, bias))
     out = np.zeros((len(qkv), spec.num_heads, spec.head_dim), f32)
     scale = f32(1) / np.sqrt(f32(spec.head_dim))
     per = spec.num_heads // spec.num_kv_heads
@@ -132,11 +153,12 @@ def restated(spec, qkv, dtype, window, kv):
     return q.reshape(len(qkv), -1), act(out, dtype).reshape(len(qkv), -1)
 
 
-def exact(spec, qkv, dtype, window, kv):
+def exact(spec, qkv, dtype, window, kv, bias=None):
     """The same from the cache's values in float64, no rounding on the way."""
     q, k, v = rotated(spec, qkv)
-    cache = Cached(k, v, dtype, kv)
-    q, k, v = (x.astype(float) for x in (act(q, dtype), cache.k, cache.v))
+    cache = Cached(k, v, dtype, kv, center_of(spec, bias))
+    q = act(q, dtype)
+    q, k, v = (x.astype(float) for x in (spread(q) if cache.integer else q, cache.k, cache.v))
     k, v = (np.repeat(x, spec.num_heads // spec.num_kv_heads, 1) for x in (k, v))
     s = np.einsum("thd,uhd->htu", q, k) / np.sqrt(spec.head_dim)
     t, u = np.arange(len(qkv))[:, None], np.arange(len(qkv))

@@ -7,6 +7,8 @@ import pytest
 from tests.ops.kv_support import PAIRS, e4m3, exact, restated
 from tests.ops.native_support import ISAS, Rig, f32, provider, same_bits, tiny_spec
 
+from octavo.models.spec import RopeSpec
+
 HEADS = [(1, 1, 16), (2, 1, 8), (3, 1, 64), (6, 2, 24), (4, 1, 80), (7, 1, 32), (8, 2, 128)]  # H, G, D
 
 
@@ -18,11 +20,12 @@ class Sequence:
         self.length = length
 
 
-def make_rig(p, spec, window, *, layers=1, dirty=True, kv=None):
+def make_rig(p, spec, window, *, layers=1, dirty=True, kv=None, bias=None):
     spec.num_layers = layers
     rig = Rig(p, tokens=192, seqs=8, blocks=160, table=48, spec=spec, kv=kv)
     rig.qkv = rig.ops.input("f32", "T", (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-    rig.q = rig.ops.rope_store(rig.qkv, layers - 1, spec.rope)
+    rig.bias = None if bias is None else p.vector([bias])
+    rig.q = rig.ops.rope_store(rig.qkv, layers - 1, spec.rope, rig.bias)
     rig.out = rig.ops.attention(rig.q, layers - 1, window)
     rig.finish(rig.q, rig.out)
     rig.slots["block_table"][:] = np.random.default_rng(7).permutation(160).reshape(8, 20)[:, np.arange(48) % 20]
@@ -80,6 +83,28 @@ def test_attention_is_the_contract(heads, groups, dim, window, dtype, kv):
             q, out = feed(rig, 0, sequence, cut)
             assert same_bits(q, want_q), (isa, threads)
             assert same_bits(out, want), (isa, threads)
+
+
+@pytest.mark.parametrize(("dtype", "kv"), PAIRS)
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(3, 1, 64), (6, 2, 24)])
+def test_keys_with_a_large_bias_in_slow_dims(heads, groups, dim, dtype, kv):
+    """As in Qwen2: it is subtracted where it does not rotate away. Bit for bit the contract, and near attention over the keys as they are."""
+    spec = tiny_spec(heads, groups, dim)
+    slow = [i >= dim // 4 and i % 3 > 0 for i in range(dim // 2)]
+    spec.rope = RopeSpec(tuple(x * 1e-3 if late else x for x, late in zip(spec.rope.inv_freq, slow, strict=True)))
+    rng = np.random.default_rng(dim)
+    sequence = Sequence(rng, spec, 70)
+    bias = rng.standard_normal(sequence.qkv.shape[1]).astype(f32)
+    keys = bias.reshape(-1, dim)[heads : heads + groups]
+    keys[:, np.tile(slow, 2)] *= 100
+    sequence.qkv += bias
+    _, want = restated(spec, sequence.qkv, dtype, None, kv, bias)
+    exactly = exact(spec, sequence.qkv, "float32", None, "float32")
+    assert np.sqrt(((want - exactly) ** 2).mean()) < {"float32": 1e-5, "bfloat16": 0.06, "fp8_e4m3": 0.03, "int8": 0.006, "int4": 0.1}[kv]
+    for isa in ISAS:
+        rig = make_rig(provider(dtype, isa), spec, None, kv=kv, bias=bias)
+        _, out = feed(rig, 0, sequence, [33, 37])
+        assert same_bits(out, want), isa
 
 
 @pytest.mark.parametrize(("dtype", "kv"), PAIRS)
@@ -210,7 +235,7 @@ def test_cosines_at_far_positions():
     rig = Rig(p, table=70_000, spec=spec)
     qkv = rig.ops.input("f32", "T", 192)
     rig.ops.rope_store(qkv, 0, spec.rope)
-    table = next(iter(rig.ops._ropes.values()))
+    table, _ = next(iter(rig.ops._ropes.values()))
     rig.finish(table)
     positions = np.array([0, 1, 2, 100, 4095, 8191, 131_071, 999_983], np.int32)
     rig.step["positions"][:8] = positions

@@ -6,7 +6,7 @@ from octavo.config import KV_BITS
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 SCALE_BYTES = 2  # of one token and head, for K and for V each: quantized types only
-HEAD_ALIGN = 32  # head size is padded to a multiple of this in the cache: one kernel group of products
+HEAD_ALIGN = 32  # head size is padded to a multiple of this in the cache: one kernel group of products, and what is spread together
 
 
 @dataclass(frozen=True, slots=True)

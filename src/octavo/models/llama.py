@@ -16,7 +16,7 @@ def llama(ops: Ops, w: Any, s: ModelSpec) -> Handle:
     """Pre-norm decoder: grouped-query attention with rotary embedding, SwiGLU."""
     x = ops.embed(w.embed)
     for i, l in enumerate(w.layers):  # noqa: E741 (reads like the formula)
-        q = ops.rope_store(ops.linear(ops.norm(x, l.n1, s.eps), l.qkv, bias=l.qkv_b), i, s.rope)
+        q = ops.rope_store(ops.linear(ops.norm(x, l.n1, s.eps), l.qkv, bias=l.qkv_b), i, s.rope, l.qkv_b)
         x = ops.linear(ops.attention(q, i, s.windows[i]), l.o, bias=l.o_b, residual=x)
         h = ops.norm(x, l.n2, s.eps)
         x = ops.linear(ops.linear(h, l.gate_up, bias=l.gate_up_b, act="silu_mul"), l.down, bias=l.down_b, residual=x)

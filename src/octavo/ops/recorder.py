@@ -128,7 +128,7 @@ class Recorder:
         self._forward: list[_Recorded] = []
         self._sample: list[_Recorded] = []
         self._keep: list[Any] = []
-        self._ropes: dict[Any, Buffer] = {}
+        self._ropes: dict[Any, tuple[Buffer, int]] = {}
         self._quantized: dict[tuple[int, int], Buffer] = {}  # by input and layout
         self._vocab = 0
         self._group = 0
@@ -205,16 +205,19 @@ class Recorder:
             self._quantized[key] = out
         return self._quantized[key]
 
-    def rope_store(self, qkv: Buffer, layer: int, rope: Any) -> Buffer:
+    def rope_store(self, qkv: Buffer, layer: int, rope: Any, bias: Vector | None = None) -> Buffer:
         """See Ops."""
         s = self.spec
         heads, groups, dim = s.num_heads, s.num_kv_heads, s.head_dim
         self._expect(qkv, "f32", (heads + 2 * groups) * dim, "rope_store")
         self._check_attention(layer)
+        if bias is not None and bias.n != qkv.cols:
+            raise CheckpointError(f"a bias of {bias.n} values for rows of {qkv.cols}")
         out = self._buffer("act", "T", heads * dim)
+        table, frequencies = self._rope_table(rope)
         self._emit(
             _ROPE_STORE,
-            [qkv, self._rope_table(rope), out, address_of(self.step["kv_slots"])],
+            [qkv, table, out, address_of(self.step["kv_slots"]), bias and bias.address, frequencies],
             ["T", pad(qkv.cols), pad(out.cols), heads, groups, dim, self.kv.spec.head_pad, self._layer_offset(layer), self._kv_type],
             out=out,
         )
@@ -386,8 +389,8 @@ class Recorder:
         share = panels.count * 16 if len(weight.pieces) > 1 else weight.n
         return OpInfo(f"{name} {weight.k}→{share}", rows, panels.nbytes, weight.k * share, codes=panels.layout != 0)
 
-    def _rope_table(self, rope: Any) -> Buffer:
-        """Cosines and sines of the step's positions: one op for each distinct rope, before its first use."""
+    def _rope_table(self, rope: Any) -> tuple[Buffer, int]:
+        """Cosines and sines of the step's positions, and the frequencies' address: one op for each distinct rope, before its first use."""
         key = tuple(rope.inv_freq)
         if key not in self._ropes:
             half = self.spec.head_dim // 2
@@ -398,7 +401,7 @@ class Recorder:
             out = self._buffer("f32", "T", self.spec.head_dim)
             out.row_bytes = self.spec.head_dim * 4
             self._emit(_ROPE_TABLE, [address_of(self.step["positions"]), address_of(frequencies), out], ["T", half], out=out)
-            self._ropes[key] = out
+            self._ropes[key] = out, address_of(frequencies)
         return self._ropes[key]
 
     def _layer_offset(self, layer: int) -> int:

@@ -8,6 +8,10 @@ KV head, K and V apart. A value then is code · scale; m is the row's largest ma
   fp8_e4m3  scale m/448 as a power of two; codes to nearest even, 448 at most
   int8      scale m/127 as bfloat16; codes -127 … 127, to nearest even
   int4      scale ±m/8 as bfloat16, so that the value of magnitude m is -8; codes -8 … 7
+Before that, K is centred: the key heads' bias is subtracted in the dims that rotate by less than 2^-13 a token (i and i + D/2 where
+inv_freq[i] is that small). One vector less in all keys is one number less in all scores of a query, which a softmax does not see: so
+attention reads centred keys. For int8 and int4, K is then spread, and where it is read spread again: the Walsh-Hadamard transform of
+each 32 dims, divided by 32 when written (the native kernels spread the query instead of reading).
 A scale below 2^-60 is 0; a row with a NaN or an infinity has a scale of NaN. Every token reads what the cache holds, its own step's too.
 
 A provider (ops/native.py, ops/torch_ops.py) gives the model function an object that has these methods. Handles are
@@ -23,7 +27,7 @@ Handle = Any
 
 # The version of the numeric contract (docs/decisions/0002). Raise it with every change by which a kernel gives other bits for the same
 # inputs: what is kept of computed numbers (K and V of the prefix cache) is told apart by it.
-NUMERIC_CONTRACT = 1
+NUMERIC_CONTRACT = 2
 
 
 class Ops(Protocol):
@@ -50,11 +54,12 @@ class Ops(Protocol):
         its act values; sums of products are whole numbers inside a group. See docs/decisions/0010.
         """
 
-    def rope_store(self, qkv: Handle, layer: int, rope: Any) -> Handle:
+    def rope_store(self, qkv: Handle, layer: int, rope: Any, bias: Handle | None = None) -> Handle:
         """Rotate q and k (halves convention), write k and v to the cache in its type, round q to act. → q [T, H·D] act.
 
         qkv [T, (H + 2·G)·D] float32: the query heads, the key heads, the value heads. The angle is the float32 product
         position · inv_freq[i]; with its cosine c and sine s, (a, b) = (x[i], x[i + D/2]) becomes (a·c - b·s, b·c + a·s).
+        ``bias`` [(H + 2·G)·D] float32 is what qkv has in it already (see KV types).
 
         Source: Su et al. 2021; Kwon et al. 2023, section 4.1 (block tables).
         """

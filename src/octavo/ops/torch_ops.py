@@ -13,7 +13,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.ops.table import Stored
-from octavo.ops.torch_kv import DTYPES, TorchKvStore
+from octavo.ops.torch_kv import CODES, DTYPES, SLOW, TorchKvStore
 from octavo.ops.torch_quant import Quantized, int4, int8
 from octavo.ops.torch_sampler import sample_tile
 
@@ -155,11 +155,16 @@ class _StepOps:
         assert act is None, act
         return out if residual is None else residual + out
 
-    def rope_store(self, qkv: torch.Tensor, layer: int, rope: Any) -> torch.Tensor:
+    def rope_store(self, qkv: torch.Tensor, layer: int, rope: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        q, k, v = qkv.view(len(qkv), -1, self.spec.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        parts = (heads, kv_heads, kv_heads)
+        q, k, v = qkv.view(len(qkv), -1, self.spec.head_dim).split(parts, dim=1)
         cos, sin = self._angles(rope)
-        for part, x in enumerate((_rotate(k, cos, sin), v)):
+        keys = _rotate(k, cos, sin)
+        if bias is not None and self.store.dtype in CODES:
+            slow = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self.device).repeat(2) < SLOW
+            keys = keys - torch.where(slow, bias.view(-1, self.spec.head_dim).split(parts)[1], 0)
+        for part, x in enumerate((keys, v)):
             self.store.write(self.blocks, self.offsets, layer, part, x)
         return _rotate(q, cos, sin).to(self.act).flatten(1)
 
