@@ -32,13 +32,13 @@ prove: $(VENV)/.bench-extra
 	$(BIN)/octavo pull $(MODEL)
 	$(BIN)/octavo bench experiments --model $(MODEL) --out docs/experiments --page docs/experiments.md
 
-# Throughput, latency, kernels and quality for each precision (settings with commas for spaces), and the page that is written from the results.
+# Throughput, latency, kernels, start and quality for each precision (settings with commas for spaces), and the page that is written from the results.
 performance: $(VENV)/.installed
 	$(BIN)/octavo pull $(MODEL)
 	mkdir -p docs/performance
 	for precision in $(PRECISIONS); do \
 	  settings=$$(echo "$$precision" | tr , ' '); name=$$(echo "$(MODEL)-$$precision" | tr -cs 'A-Za-z0-9.\n' -); \
-	  for bench in throughput latency kernels; do \
+	  for bench in throughput latency kernels startup; do \
 	    $(BIN)/octavo bench $$bench $(MODEL) $$settings --save docs/performance/$$bench-$$name.json || exit 1; \
 	  done; \
 	  $(BIN)/octavo eval $(MODEL) $$settings --save docs/performance/eval-$$name.json || exit 1; \

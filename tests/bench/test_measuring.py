@@ -8,7 +8,7 @@ import pytest
 from tests.checkpoints import make_tiny
 from tests.cli.conftest import Octavo, octavo  # noqa: F401 - a fixture
 
-from octavo.bench import kernels, latency, throughput
+from octavo.bench import kernels, latency, startup, throughput
 from octavo.bench.ceilings import Amount, Ceilings
 from octavo.bench.rig import Rig, busy
 from octavo.bench.steps import OpTime, Work, mean_profile
@@ -20,7 +20,7 @@ from octavo.core.sampling import SamplingParams
 from octavo.core.step import PlanItem, SlotResult, StepPlan, StepResult
 from octavo.engine.console import LOGGER
 from octavo.engine.report import LogReport
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, WorkerDied
 from octavo.kv.manager import KvManager
 from octavo.ops.recorder import OpInfo
 from octavo.scheduler.scheduler import Scheduler
@@ -183,3 +183,17 @@ def test_kernels_that_were_not_measured_are_an_error(tiny: str) -> None:
             kernels.run(rig, [32], 20, 1)
         with pytest.raises(ConfigError, match=r"41 rows are as many sequences that decode; at most 40 run \(max_num_seqs\)"):
             kernels.run(rig, [41, 70], 20, 1)
+
+
+def test_a_start_is_measured_to_its_first_token(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "kept"))
+    text, found = startup.run(tiny, {"num_threads": 1, "max_model_len": 128, "enable_prefix_caching": False}, 1)
+    assert {(way, when) for way, times in found["results"].items() for when in times} == {(w, t) for w in startup.WAYS for t in startup.TIMES}
+    for times in found["results"].values():
+        for measured in times.values():
+            assert measured["seconds"]["median"] > 0 and measured["anonymous_bytes"]["median"] > 1 << 20
+    assert found["config"]["scheduler"]["max_model_len"] == 128 and not found["config"]["kv"]["enable_prefix_caching"]
+    assert found["config"]["model"]["model"] == "tiny" and "serve, again" in text
+    assert not list((tmp_path / "kept").glob("packed/*")), "the user's own cache is left alone"
+    with pytest.raises(WorkerDied, match=r"(?s)status 1: .*the model was made for 2048 tokens at most$"):
+        startup.run(tiny, {"max_model_len": 1 << 20}, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import make_tiny
 
-from octavo.bench import kernels, latency, performance, quality, throughput
+from octavo.bench import kernels, latency, performance, quality, startup, throughput
 from octavo.bench.quality import Pair
 from octavo.bench.rig import Rig
 from octavo.engine.console import LOGGER
@@ -38,6 +38,8 @@ def test_results_become_tables(tmp_path: Path, page: Path) -> None:
     with Pair(model, {"num_threads": 1}, {"dtype": "float32", "num_threads": 1}, report) as pair:
         _, found = quality.run(pair, "The quick brown fox jumps over the lazy dog.", "a text", [], 32)
     (folder / "d.json").write_text(json.dumps(found))
+    _, started = startup.run(model, {"num_threads": 1}, 1)
+    (folder / "e.json").write_text(json.dumps(started))
     performance.write(folder, page)
     text = page.read_text()
     kl = f"{found['text']['kl_mean']:.1e}"
@@ -47,6 +49,7 @@ def test_results_become_tables(tmp_path: Path, page: Path) -> None:
     assert sum(row[:2] == ["bfloat16", kl] for row in rows) == 3, "no speed without its KL"
     assert ["tiny", "bfloat16", "float32", f"a text, {found['text']['tokens']} tokens"] in [row[:4] for row in rows]
     assert {row[0] for row in rows} >= {"1", "70"} and "1 threads of" in text and "GB/s" in text
+    assert ["precision", "weights", "offline, first", "offline, again", "serve, first", "serve, again"] in rows
     performance.write(folder, page)
     assert page.read_text() == text
 

@@ -1,7 +1,7 @@
 """The page of performance: ``python -m octavo.bench.performance FOLDER PAGE`` writes its tables from the results in a folder.
 
-What may lie there: results of `octavo bench throughput | latency | kernels` and `octavo eval` (--save), under any names; and comparisons with
-other engines, NAME.json and what has to be known of it, NAME.about.json:
+What may lie there: results of `octavo bench throughput | latency | kernels | startup` and `octavo eval` (--save), under any names; and
+comparisons with other engines, NAME.json and what has to be known of it, NAME.about.json:
 
     {"times": {WORKLOAD: {ENGINE: [seconds of each round]}}, "load_s": {ENGINE: seconds}, "rss_mb": {ENGINE: peak}}
     {"model": …, "cpu": …, "threads": …, "engines": {ENGINE: {"bits": of a weight, "kl": to float32, or null, "note": …}}}
@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 def write(folder: Path, page: Path) -> None:
     """Raises: ConfigError for a folder without results, one that cannot be read, or a page without marks."""
-    found: dict[str, list[Result]] = {"throughput": [], "latency": [], "kernels": [], "eval": [], "versus": []}
+    found: dict[str, list[Result]] = {"throughput": [], "latency": [], "kernels": [], "startup": [], "eval": [], "versus": []}
     for path in sorted(folder.glob("*.json")):
         if path.name.endswith(ABOUT):
             continue
@@ -46,7 +46,7 @@ def write(folder: Path, page: Path) -> None:
     for title, lines in (
         ("Beside other engines", _versus(found["versus"])), ("Throughput", _throughput(found["throughput"], found["eval"])),
         ("Latency", _latency(found["latency"], found["eval"])), ("Where a step goes", _kernels(found["kernels"])),
-        ("What a precision costs", _quality(found["eval"])),
+        ("From the start to the first token", _startup(found["startup"])), ("What a precision costs", _quality(found["eval"])),
     ):
         if text := "\n".join(lines):
             parts.append(f"## {title}\n\n{text}\n")
@@ -129,6 +129,19 @@ def _kernels(results: Sequence[Result]) -> Iterator[str]:
                 cells = [f"{op['op']}: {100 * op['seconds'] / total:.0f} %, {100 * op['roofline']:.0f} %" for op in ops[:TOP_OPS]]
                 yield _row(rows, f"{1e3 * total:.2f} ms", *cells, *["–"] * (TOP_OPS - len(cells)))
             yield ""
+
+
+def _startup(results: Sequence[Result]) -> Iterator[str]:
+    for where, group in _grouped(results):
+        yield (f"{where}. From the start of the process to the first token of an answer, median of {group[0]['repeat']}, and the memory that the "
+               "computing process alone has then (RssAnon). First: nothing is packed yet; again: packed weights are mapped.\n")
+        yield _row("precision", "weights", *(f"{way}, {when}" for way, times in group[0]["results"].items() for when in times))
+        yield _row(*["---"] * (2 + sum(len(times) for times in group[0]["results"].values())))
+        for each in group:
+            cells = [f"{run['seconds']['median']:.2f} s, {run['anonymous_bytes']['median'] / 1e6:.0f} MB"
+                     for times in each["results"].values() for run in times.values()]
+            yield _row(precision(each["config"]), f"{each['weight_bytes'] / 1e6:.0f} MB", *cells)
+        yield ""
 
 
 def _quality(results: Sequence[Result]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """`octavo bench`: measuring, one command per question.
 
-Throughput, latency, kernels and serve tell their progress on standard error, and end with a line of JSON: commit, build, machine, settings, samples.
+Throughput, latency, kernels, startup and serve tell their progress on standard error, and end with a line of JSON: commit, build, machine,
+settings, samples.
 """
 
 import json
@@ -66,6 +67,15 @@ def kernels(
     from octavo.bench import kernels as bench
 
     _measure(model, settings, lambda rig: bench.run(rig, rows or [1, 8, 32, 64, 512], context, repeat), save)
+
+
+@app.command()
+@o.engine_options(own_seed=False)
+def startup(model: o.Model, repeat: Repeat = 5, save: Save = None, *, settings: dict[str, Any]) -> None:
+    """From the start of a process to its first token, offline and served, with and without kept packed weights; and its memory."""
+    from octavo.bench import startup as bench
+
+    _hand_out(*bench.run(model, settings, repeat), save)
 
 
 @app.command()

@@ -4,17 +4,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.cli import options as o
-from octavo.cli.remote import Piece, Remote
+
+if TYPE_CHECKING:
+    from octavo.cli.remote import Piece  # http.client and ssl come with it: 25 ms of every command's start
 
 HELP = "/clear starts anew, /system TEXT sets the system message, /again answers once more, /exit (or Ctrl-D) ends"
 
 Messages = list[dict[str, str]]
-Ask = Callable[[Messages], Iterator[Piece]]  # a generator: closing it aborts the answer
+Ask = Callable[[Messages], Iterator["Piece"]]  # a generator: closing it aborts the answer
 
 
 @o.engine_options()
@@ -38,6 +40,8 @@ def chat(
             raise ConfigError(f"{', '.join(settings)}: the server's own settings hold with --url", next(iter(settings)))
         if model is not None and served is not None and model != served:
             raise ConfigError(f"two model names: {model} and {served}", "model")
+        from octavo.cli.remote import Remote
+
         remote = Remote(url, api_key, served or model)
         sys.stderr.write(f"{remote.model} at {remote.url}\n")
         if not _talk(lambda messages: remote.stream_chat(messages, wanted), system):
@@ -54,8 +58,9 @@ def chat(
         raise typer.Exit(1)
 
 
-def _local(llm: Any, messages: Messages, params: Any) -> Iterator[Piece]:
+def _local(llm: Any, messages: Messages, params: Any) -> "Iterator[Piece]":
     """An answer by the model in this process."""
+    from octavo.cli.remote import Piece
     from octavo.errors import RequestError
 
     count = 0
@@ -113,7 +118,7 @@ def _read() -> str | None:
         return None
 
 
-def show(pieces: Iterator[Piece]) -> str:
+def show(pieces: "Iterator[Piece]") -> str:
     """Show one answer as it streams; Ctrl-C ends it early and keeps what came."""
     started, first, count, text = time.perf_counter(), None, 0, ""
     try:

@@ -98,7 +98,7 @@ class AsyncLLM:
         self._report = report
         self._most_queued = most
         self._pool = ThreadPoolExecutor(TEXT_THREADS, "octavo-text")
-        self._longest_token = text.longest_token()
+        self._longest_token: int | None = 0  # of TextSide.longest_token, looked at when the first long text comes: that costs 0.1 s
         self._ready: asyncio.Future[Ready] | None = None
         self._started = self._shut = False
 
@@ -315,7 +315,7 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def _tokenize(self, prompt: Any, add_special_tokens: bool) -> Prompt:
-        self._check_size(prompt)
+        await self._check_size(prompt)
         return await self._in_pool(partial(self.inputs.prompt, prompt, add_special_tokens=add_special_tokens))
 
     async def _tokenize_and_submit(self, flight: Flight, prompt: Any, add_special_tokens: bool, submit: Callable[[Prompt], None]) -> None:
@@ -323,10 +323,14 @@ class AsyncLLM:
         if not flight.gone:  # its reader, or the engine, may have left meanwhile
             submit(checked)
 
-    def _check_size(self, prompt: Any) -> None:
+    async def _check_size(self, prompt: Any) -> None:
         """Refuse a text that no tokenization can make fit, before any work: a token spells so many bytes at most."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None else prompt
-        if not isinstance(text, str) or self._longest_token is None:
+        if not isinstance(text, str) or len(text) * 4 <= self.max_model_len:  # that one may fit if a token has a byte
+            return
+        if self._longest_token == 0:
+            self._longest_token = await self._in_pool(self._text.longest_token)
+        if self._longest_token is None:
             return
         most = self.max_model_len * self._longest_token
         if len(text) * 4 > most and (size := len(text.encode("utf-8", "surrogatepass"))) > most:

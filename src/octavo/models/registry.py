@@ -8,7 +8,6 @@ from octavo.errors import CheckpointError, UnsupportedError
 from octavo.models import llama, qwen
 from octavo.models.spec import Fields, ModelSpec, from_config, from_gguf
 from octavo.ops.table import Provider
-from octavo.weights.loader import load_weights
 from octavo.weights.packed import PackedStore
 from octavo.weights.rules import Ignored, WeightRule
 
@@ -83,6 +82,8 @@ def load(
     store: PackedStore | None = None,
 ) -> LoadedModel:
     """Read the spec (unless given) and all weights. ``dtype``: bfloat16 | float32. See weights.loader.load_weights."""
+    from octavo.weights.loader import load_weights  # numpy with it, which a process that only reads the spec, the server's, does without
+
     spec = spec or read_spec(checkpoint)
     family = FAMILIES[spec.arch]
     weights = load_weights(

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -36,9 +36,10 @@ ROUTES: list[tuple[str, str, Handler]] = [
 ]
 
 
-def create_app(llm: "AsyncLLM", settings: ServerSettings, metrics: Any | None = None) -> FastAPI:
+def create_app(llm: "AsyncLLM", settings: ServerSettings, metrics: Any | None = None) -> Starlette:
     """The app over an engine, which the caller starts and shuts down. ``metrics`` (observe.metrics.Metrics) gives GET /metrics its text."""
-    app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = Starlette()
+    app.router.redirect_slashes = False
     context = app.state.context = Context(llm, settings)
     for method, path, handler in ROUTES:
         app.router.routes.append(Route(path, _endpoint(context, handler), methods=[method]))
