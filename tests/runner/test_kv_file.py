@@ -2,6 +2,7 @@
 
 import os
 import random
+import stat
 import struct
 from pathlib import Path
 
@@ -44,6 +45,37 @@ def test_what_was_written_is_read(path: Path, count: int) -> None:
 def test_an_empty_one(tmp_path: Path) -> None:
     write_kv_file(tmp_path / "f", IDENTITY, [], block)
     assert read(tmp_path / "f") == {}
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o702, 0o1777])
+def test_what_others_could_have_written_is_not_believed(path: Path, mode: int) -> None:
+    path.parent.chmod(mode)
+    with pytest.raises(KvFileError, match=f"its folder can be written by others .mode {mode:04o}."):
+        read(path)
+    path.parent.chmod(0o755)
+    assert read(path)
+    path.chmod(0o660)
+    with pytest.raises(KvFileError, match="it can be written by others"):
+        read(path)
+
+
+@pytest.mark.parametrize("what", ["it", "its folder"])
+def test_what_another_user_owns_is_not_believed(path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Root's is: who is root could write anything anyhow."""
+    owners = {"it": path.stat().st_uid, "its folder": path.parent.stat().st_uid}
+
+    def owned(status: os.stat_result) -> os.stat_result:
+        name = "its folder" if stat.S_ISDIR(status.st_mode) else "it"
+        return os.stat_result([*status[:4], owners[name], *status[5:]])
+
+    real_stat, real_fstat = os.stat, os.fstat
+    monkeypatch.setattr("octavo.runner.kv_file.os.stat", lambda file: owned(real_stat(file)))
+    monkeypatch.setattr("octavo.runner.kv_file.os.fstat", lambda file: owned(real_fstat(file)))
+    owners[what] = 0
+    assert read(path)
+    owners[what] = os.geteuid() + 1234
+    with pytest.raises(KvFileError, match=f"{what} belongs to another user"):
+        read(path)
 
 
 def test_every_flipped_bit_is_found(path: Path) -> None:

@@ -3,13 +3,14 @@
     MAGIC  bytes of the head  head (JSON: what the blocks are of)  keys  digests of the blocks  digest of all before  blocks
 
 Keys come most recently used first, and no key before its parent; block i belongs to key i. Nothing is believed before its digest was
-computed again: a damaged, cut or foreign file is a KvFileError that says what is wrong. It holds what users wrote, in the form of numbers, so
-only its user may read it.
+computed again, nor if somebody else could have written it: a damaged, cut or foreign file is a KvFileError that says what is wrong. It
+holds what users wrote, in the form of numbers, so only its user may read it.
 """
 
 import hashlib
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ class KvFile:
         except OctavoError as error:
             raise KvFileError(error.message) from None
         try:
+            _check_writers(path, os.fstat(self._file.fileno()))
             self.keys, self._digests, self._start = _read_index(self._file, identity, block_bytes)
         except BaseException:
             self._file.close()
@@ -100,6 +102,19 @@ def write_kv_file(path: Path, identity: Identity, keys: Sequence[bytes], block: 
             file.write(block(number))
 
     write_atomically(path, write)
+
+
+def _check_writers(path: Path, status: os.stat_result) -> None:
+    """Digests show damage, not who wrote: numbers in the cache decide what a model says. Raises: KvFileError."""
+    try:
+        folder = os.stat(path.parent)
+    except OSError as error:
+        raise KvFileError(f"its folder cannot be looked at: {error}") from None
+    for what, found in (("it", status), ("its folder", folder)):
+        if found.st_uid not in (os.geteuid(), 0):
+            raise KvFileError(f"{what} belongs to another user ({found.st_uid}), who could have written it")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise KvFileError(f"{what} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w")
 
 
 def _read_index(file: BinaryIO, identity: Identity, block_bytes: int) -> tuple[list[bytes], list[bytes], int]:
