@@ -78,6 +78,30 @@ def test_the_peak_bounds_what_a_run_of_the_expectation_uses(cases: list[tuple[in
     assert blocks * size <= peak <= most + len(requests) * (size - 1)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 150), st.integers(0, 60), st.integers(1, 120), st.booleans()), min_size=1, max_size=6), st.integers(1, 90),
+       st.integers(1, 100))
+def test_the_peak_with_a_window(cases: list[tuple[int, int, int, bool]], length: int, window: int) -> None:
+    """Blocks step by step: who has computed its prompt holds what the next row sees; who has not holds all of it until then."""
+    kv, size = KvManager(10_000, 16, window=window), 16
+    lengths = learned(*[length] * FEW)
+    requests = []
+    for i, (prompt, output, more, computed) in enumerate(cases):
+        requests.append(request(f"r{i}", prompt, output, output + more))
+        requests[-1].num_computed = prompt + output - 1 if computed else 0
+    left = {r.id: min(r.num_prompt + lengths.expect(r.num_output), r.limit) - 1 - len(r.tokens) for r in requests}
+
+    def holds(r: Request, step: int) -> int:
+        now = len(r.tokens) + step
+        seen = -(-now // size) - max(0, now - window) // size
+        return seen if r.num_computed else max(seen, -(-len(r.tokens) // size))
+
+    blocks = max(sum(holds(r, step) for r in requests if step <= max(left[r.id], 0)) for step in range(max(0, *left.values()) + 1))
+    peak = Predicted([], kv, lengths).peak(requests)
+    whole = Predicted([], KvManager(10_000, 16), lengths).peak(requests)
+    assert blocks * size <= peak <= min(whole, blocks * size + 2 * len(requests) * (size - 1))
+
+
 def test_what_is_shared_is_counted_once() -> None:
     kv = KvManager(100, 16)
     running = [request(f"r{i}", 160, 1, 40) for i in range(2)]

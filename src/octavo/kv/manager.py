@@ -131,12 +131,12 @@ class KvManager:
             block = index.holder(index.key(tokens, keys, number))
             there.append(NO_BLOCK if block is None else block)
             run = 0 if block is None else run + 1
-            if run and run >= number - self._unseen(number * self.block_size):
+            if run and run >= number - self.unseen(number * self.block_size):
                 best = number
-        first = self._unseen(best * self.block_size)
+        first = self.unseen(best * self.block_size)
         return [NO_BLOCK] * first + there[first:best]
 
-    def _unseen(self, start: int) -> int:
+    def unseen(self, start: int) -> int:
         """How many leading blocks no row from position ``start`` on can see."""
         return 0 if self.window is None else max(0, start - self.window + 1) // self.block_size
 
@@ -176,13 +176,13 @@ class KvManager:
 
     def reaches(self, request_id: str, start: int) -> bool:
         """Whether a request's table still holds what a row at position ``start`` sees: its window may have moved on."""
-        return self._tables[request_id].gone <= self._unseen(start)
+        return self._tables[request_id].gone <= self.unseen(start)
 
     def slide(self, request_id: str, start: int) -> int:
         """Give up the blocks that no row from position ``start`` on can see. The planned steps before may read them, and run before whoever
         is given them writes. Returns how many blocks are in no table any more."""
         table = self._tables[request_id]
-        first, end = table.gone, self._unseen(start)
+        first, end = table.gone, self.unseen(start)
         if end <= first:
             return 0
         freed = self._give_up(table, first, end)
@@ -336,7 +336,7 @@ class KvManager:
             assert table.blocks, f"{request_id} has an empty table"
             assert 0 <= table.used <= len(table.blocks) * self.block_size, f"{request_id} uses more than its table"
             assert table.sealed * self.block_size <= table.used, f"{request_id} has sealed what it has not computed"
-            unseen = self._unseen(table.used)
+            unseen = self.unseen(table.used)
             assert all(block == NO_BLOCK for block in table.blocks[: table.gone]), f"{request_id} holds what its window has left behind"
             assert NO_BLOCK not in table.blocks[unseen:], f"{request_id} lacks what its window shows"
             for number, block in enumerate(table.blocks):

@@ -11,6 +11,7 @@ request has already; they draw a sample of it, this takes a quantile, so that th
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from octavo.core.request import Request
 from octavo.kv.manager import KvManager
@@ -18,6 +19,7 @@ from octavo.kv.manager import KvManager
 WINDOW = 512  # output lengths remembered
 FEW = 16  # below so many of them ``PRIOR`` is expected at least: those that end first are the short ones
 PRIOR = 256  # output tokens
+NO_LIMIT = 1 << 62  # token slots
 QUANTILE = 0.5  # over six distributions of lengths and pools of 10 to 30 % of the need, the median left 0 to 19 % of the preemptions, and
 # took less time than optimistic admission in each; 0.7 left fewer still, and idle blocks made it slower in some
 
@@ -77,18 +79,31 @@ class Predicted:
         Uses grow until somebody ends, so the highest is just before an end: when the i-th longest ends, it and the i - 1 that
         last longer have each grown by what it had left. Each may leave the better part of a block unused. What running
         ones share now is counted once, and taken off all of them evenly, with the ``alike`` blocks that new ones will share.
+
+        Where all layers have a window, nobody grows beyond that and the parts of two blocks, or what it holds already: a prompt that
+        is not computed yet has all its blocks.
         """
         kv, left = self._kv, []
+        spare = kv.block_size - 1
+        widest = NO_LIMIT if kv.window is None else kv.window + 2 * spare
         for request in requests:
             known = len(request.tokens)
             end = min(request.num_prompt + self._lengths.expect(request.num_output), request.limit) - 1  # the last is never computed
-            left.append((max(end - known, 0), known + kv.block_size - 1))
+            now = known + spare - kv.unseen(request.num_computed) * kv.block_size
+            left.append((max(end - known, 0), now, max(now, widest)))
         left.sort(reverse=True)
         ledger = kv.ledger()
         twice = ledger.logical - ledger.live + alike
         shared = twice * kv.block_size / len(left)  # of each, on average
-        most = held = 0.0
-        for place, (steps, now) in enumerate(left, 1):
-            held += now - shared
-            most = max(most, held + place * steps)
+        most, held, growing, full = 0.0, 0, 0, 0
+        stops: list[tuple[int, int]] = []  # a heap of minus the steps until one stops growing, and what it holds then
+        for place, (steps, now, end) in enumerate(left, 1):
+            heappush(stops, (now - end, end))
+            full += end
+            while stops and -stops[0][0] > steps:  # in fewer steps it still grows
+                room, end = heappop(stops)
+                held += end + room
+                full -= end
+                growing += 1
+            most = max(most, held + growing * steps + full - place * shared)
         return most
