@@ -209,18 +209,20 @@ struct Vector {
     float *dst;
     const float *src;
     int64_t n;
+    bool rounded;
 };
-// exp(dst, src, n): the library's exponential over n float32 (a multiple of 16), by address; for tests.
+// exp(dst, src, n, rounded): an exponential over n float32 (a multiple of 16), by address; for tests.
 PyObject *pool_exp(PyObject *o, PyObject *args) {
     unsigned long long dst, src;
     long long n;
-    if (!PyArg_ParseTuple(args, "KKL", &dst, &src, &n)) return nullptr;
-    Vector v{((PoolObject *)o)->pool->kernels(), (float *)dst, (const float *)src, n};
+    int rounded;
+    if (!PyArg_ParseTuple(args, "KKLp", &dst, &src, &n, &rounded)) return nullptr;
+    Vector v{((PoolObject *)o)->pool->kernels(), (float *)dst, (const float *)src, n, rounded != 0};
     ((PoolObject *)o)->pool->revive();
     ((PoolObject *)o)->pool->run(
         [](void *arg, int thread) {
             const Vector &w = *(const Vector *)arg;
-            if (thread == 0) w.kernels->exp_test(w.dst, w.src, w.n);
+            if (thread == 0) w.kernels->exp_test(w.dst, w.src, w.n, w.rounded);
         },
         &v);
     Py_RETURN_NONE;
@@ -313,7 +315,7 @@ PyObject *pool_checksum(PyObject *o, PyObject *args) {
     return PyLong_FromUnsignedLongLong(sum);
 }
 PyMethodDef pool_methods[] = {{"pack", pool_pack, METH_VARARGS, "pack(dst, layout, panels, k, kp, f32, interleave, parts): weights into panels."},
-                              {"exp", pool_exp, METH_VARARGS, "exp(dst, src, n): the exponential of the kernels, for tests."},
+                              {"exp", pool_exp, METH_VARARGS, "exp(dst, src, n, rounded): the exponential of the kernels, or softmax's for bfloat16, for tests."},
                               {"checksum", pool_checksum, METH_VARARGS, "checksum(address, bytes): finds damage, at memory speed."},
                               {"probe", pool_probe, METH_VARARGS, "probe(address, bytes) or probe(0, rounds, codes): (bytes or operations, seconds)."},
                               {nullptr, nullptr, 0, nullptr}};

@@ -117,7 +117,7 @@ struct Kernels {
     void (*edit)(float *dst, const float *x, const uint32_t *mask, const float *bias, int64_t n);  // mask, bias (may be null), n = V
     void (*weights)(uint32_t *q, const float *x, int64_t n, float max, float temperature, float min_p);
     uint64_t (*sum)(const uint32_t *q, int64_t n);
-    void (*exp_test)(float *dst, const float *x, int64_t n);           // the polynomial itself, for tests
+    void (*exp_test)(float *dst, const float *x, int64_t n, bool rounded);  // exp, or softmax's (x ≤ 0), for tests
     int64_t (*probe_products)(int64_t rounds, float *sink);            // ceilings to measure against: kernels/probe.h
     int64_t (*probe_codes)(int64_t rounds, float *sink);
     uint64_t (*probe_read)(const char *data, int64_t bytes);

@@ -12,6 +12,7 @@
 #include "kv_store.h"
 #include "rope.h"
 #include "dot16.h"
+#include "softmax.h"
 #include "attention.h"
 #include "quant.h"
 #ifdef OCTAVO_AMX

@@ -59,50 +59,59 @@ FN float to_whole(float most, float *inv) {
     return most / 32767.0f;
 }
 
-// Scores of one row in one partition become probabilities. Blocks from … to of the partition were scored.
-template <class E, class S> FN void softmax_row(QueryTile &tile, int r, int64_t base, int from, int to, float *top, float *mass) {
-    float *s = tile.scores + r * PARTITION;
-    const I lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// x of a block's 16 tokens from `first` on, where row r sees them.
+FN F seen(const QueryTile &tile, int r, int32_t first, F x, float otherwise) {
     const int32_t low = tile.low[r], high = tile.high[r];
-    const float scale = tile.scale[r];
-    const auto seen = [&](int j, F x, float otherwise) {
-        const int32_t first = (int32_t)base + j * TOKENS;
-        if (first >= low && first + TOKENS - 1 <= high) return x;
-        const I token = lane + first;
-        x = token >= isplat(low) ? x : splat(otherwise);
-        return token <= isplat(high) ? x : splat(otherwise);
-    };
+    if (first >= low && first + TOKENS - 1 <= high) return x;
+    const I token = I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
+    x = token >= isplat(low) ? x : splat(otherwise);
+    return token <= isplat(high) ? x : splat(otherwise);
+}
+
+// Scores of row r times what they are scaled with, -inf where it does not see. Returns the largest of each lane.
+template <class S> FN F scale_scores(QueryTile &tile, int r, int32_t base, int from, int to) {
+    float *s = tile.scores + r * PARTITION;
     F best = splat(-INF);
     for (int j = from; j < to; j++) {
         F x = load<F>(s + j * TOKENS);
         if constexpr (Stored<S>::scaled) x = x * load<F>(tile.ks + j * TOKENS);
-        x = seen(j, x * scale, -INF);
+        x = seen(tile, r, base + j * TOKENS, x * tile.scale[r], -INF);
         store<F>(s + j * TOKENS, x);
         best = max_keep(best, x);
     }
-    const float high_score = max_lanes(best);
-    *top = high_score;
+    return best;
+}
+
+// Scores of row r become what V is multiplied with. Returns the sums of the probabilities of each lane.
+template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base, int from, int to, float top) {
+    float *s = tile.scores + r * PARTITION;
     F sum = {};
-    I most = {};  // bits of the largest magnitude; a NaN's exceed all
-    const bool tiles = matrix_units<E, S>(tile);
-    for (int j = from; j < to; j++) {
-        F p = seen(j, exp_small(load<F>(s + j * TOKENS) - high_score), 0.0f);
-        if constexpr (!Stored<S>::integer) p = round_act<E>(p);
+    const auto weight = [&](int j) {
+        F p = load<F>(s + j * TOKENS) - top;
+        p = sizeof(E) == 2 && !Stored<S>::integer ? exp_rounded(p) : exp_small(p);
+        p = seen(tile, r, base + j * TOKENS, p, 0.0f);
         sum = sum + p;
-        if constexpr (Stored<S>::scaled) {
-            p = seen(j, p * load<F>(tile.vs + j * TOKENS), 0.0f);
-            if constexpr (!Stored<S>::integer) p = round_act<E>(p);
+        if constexpr (!Stored<S>::scaled) return p;
+        p = seen(tile, r, base + j * TOKENS, p * load<F>(tile.vs + j * TOKENS), 0.0f);
+        return Stored<S>::integer ? p : round_act<E>(p);
+    };
+    if (matrix_units<E, S>(tile)) {
+        bf16 *out = tile.p16 + r * PARTITION;
+        int j = from;
+        for (; j + 2 <= to; j += 2) {
+            const F p = weight(j);
+            store_halves(out + j * TOKENS, p, weight(j + 1));
         }
-        if constexpr (Stored<S>::integer) {
-            const I mag = (I)(f_to_bits(p) & 0x7fffffffu);
-            most = mag > most ? mag : most;
-        }
-        if (tiles)
-            store<H>(tile.p16 + r * PARTITION + j * TOKENS, __builtin_convertvector(f_to_bits(p) >> 16, H));
-        else
-            store<F>(s + j * TOKENS, p);
+        if (j < to) store<H>(out + j * TOKENS, __builtin_convertvector(f_to_bits(weight(j)) >> 16, H));
+        return sum;
     }
-    *mass = sum_lanes(sum);
+    I most = {};  // bits of the largest magnitude; a NaN's exceed all
+    for (int j = from; j < to; j++) {
+        const F p = weight(j);
+        store<F>(s + j * TOKENS, p);
+        const I mag = (I)(f_to_bits(p) & 0x7fffffffu);
+        most = mag > most ? mag : most;
+    }
     if constexpr (Stored<S>::integer) {
         int32_t largest = 0;
         float inv;
@@ -110,6 +119,30 @@ template <class E, class S> FN void softmax_row(QueryTile &tile, int r, int64_t 
         tile.factor[r] = to_whole(as_float((uint32_t)largest), &inv);
         for (int j = from; j < to; j++) store_quads(tile.pi + (r * PARTITION + j * TOKENS) / 2, nearest(load<F>(s + j * TOKENS) * inv));
     }
+    return sum;
+}
+
+// The scores of one partition become probabilities. Blocks from … to of it were scored.
+template <class E, class S> static void softmax(QueryTile &tile, int64_t base, int from, int to, float *top, float *mass) {
+    F rows[QROWS];
+    for (int r = 0; r < QROWS; r++) rows[r] = r < tile.rows && sees(tile, r, base) ? scale_scores<S>(tile, r, (int32_t)base, from, to) : splat(-INF);
+    transpose(rows);
+    for (int i = 1; i < LANES; i++) rows[0] = max_keep(rows[0], rows[i]);
+    store<F>(top, rows[0]);
+    for (int r = 0; r < QROWS; r++) {
+        rows[r] = F{};
+        if (r >= tile.rows) continue;
+        if (sees(tile, r, base)) {
+            rows[r] = take_exps<E, S>(tile, r, (int32_t)base, from, to, top[r]);
+        } else {  // the tile's other rows see this partition; this one must not meet old numbers
+            __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
+            __builtin_memset(tile.p16 + r * PARTITION, 0, PARTITION * 2);
+            tile.factor[r] = 0;
+        }
+    }
+    transpose(rows);
+    for (int i = 1; i < LANES; i++) rows[0] = rows[0] + rows[i];
+    store<F>(mass, rows[0]);
 }
 
 // Adds a partition to what the rows that see it have so far. Lanes are rows where they can be.
@@ -267,15 +300,7 @@ template <class E, class S> static void partition(const Run &run, QueryTile &til
     }
     const char *const *ahead = more ? next : nullptr;
     score_blocks<E, S>(tile, k, ahead, from, to);
-    for (int r = 0; r < tile.rows; r++) {
-        if (sees(tile, r, base)) {
-            softmax_row<E, S>(tile, r, base, from, to, here.top + r, here.mass + r);
-        } else {  // the tile's other rows see this partition; this one must not meet old numbers
-            __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
-            __builtin_memset(tile.p16 + r * PARTITION, 0, PARTITION * 2);
-            tile.factor[r] = 0;
-        }
-    }
+    softmax<E, S>(tile, base, from, to, here.top, here.mass);
     mix_blocks<E, S>(tile, k, ahead, from, to, here.out);
 }
 

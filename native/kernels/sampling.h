@@ -88,6 +88,6 @@ static uint64_t row_sum(const uint32_t *q, int64_t n) {
     return total;
 }
 
-static void exp_test(float *dst, const float *x, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) store<F>(dst + i, exp16(load<F>(x + i)));
+static void exp_test(float *dst, const float *x, int64_t n, bool rounded) {
+    for (int64_t i = 0; i < n; i += LANES) store<F>(dst + i, rounded ? exp_rounded(load<F>(x + i)) : exp16(load<F>(x + i)));
 }

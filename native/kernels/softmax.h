@@ -1,0 +1,37 @@
+// The probabilities of a partition.
+#pragma once
+
+// exp of x ≤ 0 as round_act<bf16>(exp_small(x)) has it, in half the steps: fused ones, and a shorter polynomial, whose result is
+// less than 8 units in the last place away from that. Where so little decides the rounding, one value in 4,096, the long way is
+// gone. All x were tried (tests/ops/test_native_rows.py: a part of them). A NaN stays one, with any bits.
+FN F exp_rounded(F x) {
+#if defined(__AVX512F__)
+    const auto fma = [](F a, F b, F c) { return (F)fused((NF)a, (NF)b, (NF)c); };
+    const F y = (F)_mm512_maskz_max_ps((__mmask16)-1, _mm512_set1_ps(-64.0f), (__m512)x);  // of a NaN and a number, the second; exp(-64) is rounded to 0
+    const F t = fma(y, splat(1.44269504f), splat(12582912.0f));       // the sum's last bits are the nearest whole number, as in exp_of
+    const F r = fma(t - 12582912.0f, splat(-0.693147180f), y);
+    F q = fma(r, splat(8.31247769e-3f), splat(4.18905501e-2f));
+    q = fma(q, r, splat(0.166671163f));
+    q = fma(q, r, splat(0.499992288f));
+    q = fma(q, r, splat(1.0f));
+    q = fma(q, r, splat(1.0f));
+    const U u = f_to_bits(q) + (f_to_bits(t) << 23);
+    const __m512i near = (__m512i)((u + 0x8008u) & 0xfff0u);  // 0: within 8 of the middle between two bfloat16
+    if (__builtin_expect(_mm512_testn_epi32_mask(near, near) == 0, 1)) {
+        const U p = (u + 0x8000u) & 0xffff0000u;
+        return bits_to_f(u >= usplat(0x217f8000u) ? p : U{});  // which is rounded to 2^-60, the least that counts
+    }
+#endif
+    return bits_to_f(round_bits(exp_small(x)));
+}
+
+// Two successive vectors of bfloat16 values, without what is 0 of their bits.
+FN void store_halves(bf16 *out, F a, F b) {
+#if defined(__AVX512BW__)
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both = _mm512_packus_epi32((__m512i)(f_to_bits(a) >> 16), (__m512i)(f_to_bits(b) >> 16));
+    _mm512_storeu_si512(out, _mm512_maskz_permutexvar_epi64((__mmask8)-1, order, both));
+#else
+    store<H>(out, __builtin_convertvector(f_to_bits(a) >> 16, H));
+    store<H>(out + LANES, __builtin_convertvector(f_to_bits(b) >> 16, H));
+#endif
+}
