@@ -35,7 +35,7 @@ struct LayoutInfo {
 
 static constexpr LayoutInfo LAYOUTS[LAYOUT_COUNT] = {
     {"act", 0, 0, 32, 32, SCALE_COLUMN, 0, 0},
-    {"int8", 8, 128, 64, 64, SCALE_COLUMN, 0, 0},
+    {"int8", 8, 128, 128, 128, SCALE_COLUMN, 0, 0},
     {"Q8_0", 8, 128, 32, 32, SCALE_HALF, 32, 34},
     {"Q4_0", 4, 8, 32, 32, SCALE_HALF, 32, 18},
     {"Q4_1", 4, 0, 32, 32, SCALE_HALF_MIN, 32, 20},

@@ -116,7 +116,7 @@ static void linear_tiles_few(const Op &op, const Run &run, const Part &part) {
             if (np == 4)
                 tiles_1x4(a, kp, w, stride, ahead, acc);
             else if (rows > 16)
-                tiles_2x2(a + r * kp, kp, w, stride, ahead, acc);
+                tiles_2x2(a + r * kp, kp, w, stride, ahead, acc, [] {});
             else
                 tiles_1x2(a + r * kp, kp, w, stride, ahead, acc);
             finish<bf16>(op, part.row0 + r, rows, p, np, acc, np == 4 ? 16 * LANES : 32 * LANES);
@@ -125,26 +125,52 @@ static void linear_tiles_few(const Op &op, const Run &run, const Part &part) {
     }
 }
 
-// 32 rows × 2 panels in four accumulator tiles, over all of K.
+// Results of a block of up to 32 rows × 2 panels that wait to be finished, which is done bit by bit while the next block is multiplied.
+struct Pending {
+    int64_t row0 = 0, panel = 0;
+    int rows = 0, panels = 2, done = 0;
+    const float *acc = nullptr;  // [panels][32][16]
+};
+template <class E> static void finish_some(const Op &op, Pending &waits, int rows) {
+    const int left = waits.rows - waits.done, n = left < rows ? left : rows;
+    if (n <= 0) return;
+    finish<E>(op, waits.row0 + waits.done, n, waits.panel, waits.panels, waits.acc + waits.done * LANES, 32 * LANES);
+    waits.done += n;
+}
+
+// 32 rows × 2 panels in four accumulator tiles, over all of K. Meanwhile the last block is finished, and the panels of this thread's
+// next task come nearer.
 static void linear_tiles(const Op &op, const Part &part) {
-    const int64_t kp = op.n[1], stride = kp * LANES;
-    const int64_t pairs = op.n[2] / 2, chunks = (part.rows + TILE_CHUNK - 1) / TILE_CHUNK;
-    float acc[2 * 32 * LANES] __attribute__((aligned(64)));
-    for (int64_t task; (task = next_task(part.counter)) < pairs * chunks;) {
-        const int64_t chunk = task / pairs, pair = task % pairs;
-        const int64_t first = chunk * TILE_CHUNK;
-        const int64_t last = first + TILE_CHUNK < part.rows ? first + TILE_CHUNK : part.rows;
-        const bf16 *w = (const bf16 *)op.p[1] + pair * 2 * stride;
+    const int64_t kp = op.n[1], stride = kp * LANES, pairs = op.n[2] / 2;
+    const int64_t chunks = (part.rows + TILE_CHUNK - 1) / TILE_CHUNK, chunk_rows = pad((part.rows + chunks - 1) / chunks, 32);
+    const int each = (int)((32 * KBLOCK + kp - 1) / kp), lines = (int)((KBLOCK * 32 + chunk_rows - 1) / chunk_rows);  // for every group of k
+    const auto panels = [&](int64_t task) { return (const bf16 *)op.p[1] + task % pairs * 2 * stride; };
+    float acc[2][2 * 32 * LANES] __attribute__((aligned(64)));
+    int now = 0;
+    Pending waits;
+    int64_t next = next_task(part.counter);
+    while (next < pairs * chunks) {
+        const int64_t task = next, first = task / pairs * chunk_rows;
+        const int64_t last = first + chunk_rows < part.rows ? first + chunk_rows : part.rows;
+        Fetch fetch;
+        next = next_task(part.counter);
+        if (next < pairs * chunks) fetch = {(const char *)panels(next), (const char *)(panels(next) + 2 * stride)};
         for (int64_t r = first; r < last; r += 32) {
             const int rows = last - r < 32 ? (int)(last - r) : 32;
             const bf16 *a = (const bf16 *)op.p[0] + (part.row0 + r) * kp;
             if (rows > 16)
-                tiles_2x2(a, kp, w, stride, 0, acc);
+                tiles_2x2(a, kp, panels(task), stride, 0, acc[now], [&] {
+                    finish_some<bf16>(op, waits, each);
+                    fetch_some(fetch, lines);
+                });
             else
-                tiles_1x2(a, kp, w, stride, 0, acc);
-            finish<bf16>(op, part.row0 + r, rows, pair * 2, 2, acc, 32 * LANES);
+                tiles_1x2(a, kp, panels(task), stride, 0, acc[now]);
+            finish_some<bf16>(op, waits, 32);
+            waits = {part.row0 + r, task % pairs * 2, rows, 2, 0, acc[now]};
+            now = 1 - now;
         }
     }
+    finish_some<bf16>(op, waits, 32);
 }
 #endif
 

@@ -1,15 +1,20 @@
 // Linear layers with quantized weights: rows of act values are quantized (quant.h), multiplied, and finished as in linear.h.
 #pragma once
 
-using QuantFn = void (*)(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead, float *out, int64_t out_stride);
 struct QuantKernels {
-    QuantFn few, wide;  // up to QUANT_ROWS rows, up to WIDE_ROWS
+    void (*rows)(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead, float *out, int64_t out_stride);
     void (*column)(const uint8_t *panel, int64_t kp, int64_t column, float *out);
+#ifdef OCTAVO_AMX
+    void (*expand)(const uint8_t *w, int64_t stride, int np, int64_t kp, char *out);
+    void (*tiles)(int rows, int np, const ActRows &a, const char *panels, int64_t kp, float *out, Meanwhile &beside);
+#define OCTAVO_LAYOUT(ID) {quant_rows<ID>, quant_column<ID>, expand_panels<ID>, quant_tiles<ID>}
+#else
+#define OCTAVO_LAYOUT(ID) {quant_rows<ID>, quant_column<ID>}
+#endif
 };
-#define OCTAVO_LAYOUT(ID) {quant_rows<ID>, quant_wide<ID>, quant_column<ID>}
 static constexpr QuantKernels QUANT[LAYOUT_COUNT] = {
-    {nullptr, nullptr, nullptr}, OCTAVO_LAYOUT(1), OCTAVO_LAYOUT(2), OCTAVO_LAYOUT(3), OCTAVO_LAYOUT(4), OCTAVO_LAYOUT(5),
-    OCTAVO_LAYOUT(6),            OCTAVO_LAYOUT(7), OCTAVO_LAYOUT(8), OCTAVO_LAYOUT(9), OCTAVO_LAYOUT(10)};
+    {}, OCTAVO_LAYOUT(1), OCTAVO_LAYOUT(2), OCTAVO_LAYOUT(3), OCTAVO_LAYOUT(4), OCTAVO_LAYOUT(5), OCTAVO_LAYOUT(6), OCTAVO_LAYOUT(7), OCTAVO_LAYOUT(8), OCTAVO_LAYOUT(9),
+    OCTAVO_LAYOUT(10)};
 #undef OCTAVO_LAYOUT
 
 // Row of act values, or of the residual stream behind a norm, to float32 act values and on to codes. `wide`: kp floats.
@@ -30,51 +35,92 @@ template <class E> static void quantize(const Op &op, const Run &run, const Part
     for (int64_t t = from; t < to; t++) quantize_act<E>(op, t, (float *)run.scratch[part.thread], (char *)op.p[7] + t * bytes);
 }
 
+#ifdef OCTAVO_AMX
+// Matrix units. Up to FEW_ROWS rows every thread streams its own share of the panels; more rows are tasks of chunks of rows × 2 panels.
+template <class E> static void linear_quant_tiles(const Op &op, const Run &run, const Part &part) {
+    const LayoutInfo &l = LAYOUTS[op.n[6]];
+    const QuantKernels &kernels = QUANT[op.n[6]];
+    const int64_t kp = op.n[1], stride = panel_bytes(l, kp), bytes = act_row_bytes(l, kp), panels = op.n[2], pairs = (panels + 1) / 2;
+    const int64_t chunks = (part.rows + TILE_CHUNK - 1) / TILE_CHUNK, chunk_rows = pad((part.rows + chunks - 1) / chunks, WIDE_ROWS);
+    const char *rows = (const char *)op.p[7] + part.row0 * bytes;
+    char *expanded = run.scratch[part.thread];
+    float acc[2][2 * WIDE_ROWS * LANES] __attribute__((aligned(64)));
+    int now = 0;
+    Meanwhile beside = {op, finish_some<E>};
+    beside.lines = (int)(2 * stride / 64 * WIDE_ROWS / (chunk_rows * steps_of(l, kp)) + 1);
+    const auto width = [&](int64_t pair) { return pair * 2 + 1 < panels ? 2 : 1; };
+    const auto weights = [&](int64_t pair) { return (const uint8_t *)op.p[1] + pair * 2 * stride; };
+    // Task: a pair of panels, for a chunk of rows. `next` comes behind it.
+    const auto compute = [&](int64_t task, int64_t next) {
+        const int64_t pair = task % pairs, first = task / pairs * chunk_rows, last = first + chunk_rows < part.rows ? first + chunk_rows : part.rows;
+        const int np = width(pair);
+        kernels.expand(weights(pair), stride, np, kp, expanded);
+        if (next < pairs * chunks) beside.fetch = {(const char *)weights(next % pairs), (const char *)weights(next % pairs) + width(next % pairs) * stride};
+        for (int64_t r = first; r < last; r += WIDE_ROWS) {
+            const int n = last - r < WIDE_ROWS ? (int)(last - r) : WIDE_ROWS;
+            kernels.tiles(n, np, act_rows(l, kp, rows + r * bytes), expanded, kp, acc[now], beside);
+            finish_some<E>(op, beside.waits, WIDE_ROWS);
+            beside.waits = {part.row0 + r, op.n[7] + pair * 2, n, np, 0, acc[now]};
+            now = 1 - now;
+        }
+    };
+    configure_quant(l.step);
+    if (part.rows <= FEW_ROWS) {
+        int64_t from, to;
+        share(pairs, part.thread, run.threads, &from, &to);
+        for (int64_t pair = from; pair < to; pair++) compute(pair, pair + 1 < to ? pair + 1 : pairs);
+    } else {
+        for (int64_t next = next_task(part.counter); next < pairs * chunks;) {
+            const int64_t task = next;
+            next = next_task(part.counter);
+            compute(task, next);
+        }
+    }
+    finish_some<E>(op, beside.waits, WIDE_ROWS);
+    configure(false);
+}
+#endif
+
 // linear, n[6] > 0. As quantize; p[1]: panels, p[2]: bias, p[3]: residual, p[4]: out, p[7]: the quantized rows.
 // n: as linear; n[7]: first panel of the results' columns. Up to FUSED_ROWS rows are quantized here, in every thread.
 template <class E> static void linear_quant(const Op &op, const Run &run, const Part &part) {
+    const bool fused = part.rows <= FUSED_ROWS;
+#ifdef OCTAVO_AMX
+    if (!fused) return linear_quant_tiles<E>(op, run, part);
+#endif
     const LayoutInfo &l = LAYOUTS[op.n[6]];
     const int64_t kp = op.n[1], stride = panel_bytes(l, kp), bytes = act_row_bytes(l, kp), first = op.n[7];
     const int unit = op.n[3] == EPI_SILU_MUL ? 2 : 1;
     const char *rows = (const char *)op.p[7] + part.row0 * bytes;
     const uint8_t *w = (const uint8_t *)op.p[1];
-    const bool wide = part.rows > FUSED_ROWS;
-    const QuantFn multiply = wide ? QUANT[op.n[6]].wide : QUANT[op.n[6]].few;
-    const int block = wide ? WIDE_ROWS : QUANT_ROWS;
-    float acc[4 * WIDE_ROWS * LANES] __attribute__((aligned(64)));
+    float acc[4 * QUANT_ROWS * LANES] __attribute__((aligned(64)));
     // Rows `from` … `to` times np panels from p on; `ahead`: bytes to the panels that follow.
     const auto compute = [&](int64_t from, int64_t to, int64_t p, int np, int64_t ahead) {
-        for (int64_t r = from; r < to; r += block) {
-            const int n = to - r < block ? (int)(to - r) : block;
-            multiply(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, r == from ? ahead : 0, acc, block * LANES);
-            finish<E>(op, part.row0 + r, n, first + p, np, acc, block * LANES);
+        for (int64_t r = from; r < to; r += QUANT_ROWS) {
+            const int n = to - r < QUANT_ROWS ? (int)(to - r) : QUANT_ROWS;
+            QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, r == from ? ahead : 0, acc, QUANT_ROWS * LANES);
+            finish<E>(op, part.row0 + r, n, first + p, np, acc, QUANT_ROWS * LANES);
         }
     };
-#ifdef OCTAVO_AMX
-    if (wide) configure(true);
-#endif
     if (part.rows <= FEW_ROWS) {  // memory speed decides: every thread reads its share of the panels once, all rows ride along
         int64_t from, to;
         share(op.n[2] / unit, part.thread, run.threads, &from, &to);
         from *= unit, to *= unit;
-        if (!wide && from < to) {
+        if (fused && from < to) {
             char *scratch = run.scratch[part.thread];
             for (int r = 0; r < part.rows; r++) quantize_act<E>(op, part.row0 + r, (float *)(scratch + FUSED_ROWS * bytes), scratch + r * bytes);
             rows = scratch;
         }
-        const int fly = part.rows <= 2 ? 4 : wide ? WIDE_PANELS : unit;
+        const int fly = part.rows <= 2 ? 4 : fused ? unit : 2;
         for (int64_t p = from; p < to; p += fly) compute(0, part.rows, p, to - p < fly ? (int)(to - p) : fly, fly * stride);
     } else {  // tasks of FEW_ROWS rows × 4 panels; a panel stays in the caches while rows pass by
         const int64_t columns = (op.n[2] + 3) / 4, chunks = (part.rows + FEW_ROWS - 1) / FEW_ROWS;
         for (int64_t task; (task = next_task(part.counter)) < columns * chunks;) {
             const int64_t row0 = task / columns * FEW_ROWS, column = task % columns * 4;
             const int64_t end = column + 4 < op.n[2] ? column + 4 : op.n[2], last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows;
-            for (int64_t p = column; p < end; p += WIDE_PANELS) compute(row0, last, p, end - p < WIDE_PANELS ? (int)(end - p) : WIDE_PANELS, 0);
+            for (int64_t p = column; p < end; p += 2) compute(row0, last, p, end - p < 2 ? (int)(end - p) : 2, 0);
         }
     }
-#ifdef OCTAVO_AMX
-    if (wide) configure(false);
-#endif
 }
 
 // embed from a quantized table. p and n as embed; n[3]: layout.

@@ -121,8 +121,7 @@ FN void quantize_row(const LayoutInfo &l, const float *x, int64_t kp, char *row)
             const I bits = (I)(load<U>(x + i) & 0x7fffffffu);
             most = bits > most ? bits : most;
         }
-        int32_t top = most[0];
-        for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
+        const int32_t top = max_lanes(most);
         const bool finite = top < 0x7f800000, any = finite && top >= 0x21800000;
         const float largest = as_float((uint32_t)top);
         const float scale = any ? largest / 127.0f : finite ? 0.0f : __builtin_nanf(""), inverse = any ? 127.0f / largest : 0.0f;
@@ -141,8 +140,7 @@ FN void quantize_row(const LayoutInfo &l, const float *x, int64_t kp, char *row)
                 else
                     store(row + i * 2, __builtin_shuffle(__builtin_convertvector(q, S), order));
             }
-            int32_t total = 0;
-            for (int j = 0; j < LANES; j++) total += sum[j];
+            const int32_t total = sum_lanes(sum);
             scales[s] = scale, zeros[s] = -l.zero * total, sums[s] = (float)total * scale;
         }
     }
@@ -294,8 +292,3 @@ template <int ID> static void quant_column(const uint8_t *panel, int64_t kp, int
         }
     }
 }
-
-#ifndef OCTAVO_AMX  // else: tiles_quant.h
-constexpr int WIDE_ROWS = QUANT_ROWS, WIDE_PANELS = 2;
-template <int ID> constexpr auto quant_wide = quant_rows<ID>;
-#endif

@@ -41,7 +41,7 @@ static void tile_dot_bytes(int c, int a, int b) {
     for (int m = 0; m < tiles.shape.rows[c]; m++)
         for (int n = 0; n < tiles.shape.bytes[c] / 4; n++)
             for (int k = 0; k < tiles.shape.bytes[a]; k++)
-                ((int32_t *)tiles.data[c][m])[n] += (int8_t)tiles.data[a][m][k] * tiles.data[b][k / 4][n * 4 + k % 4];
+                ((int32_t *)tiles.data[c][m])[n] += (int8_t)tiles.data[a][m][k] * (int8_t)tiles.data[b][k / 4][n * 4 + k % 4];
 }
 #define TILE_ZERO(t) __builtin_memset(tiles.data[t], 0, sizeof tiles.data[t])
 #define TILE_LOAD(t, p, bytes) tile_load(t, p, bytes)
@@ -55,7 +55,7 @@ FN void tile_release() { asm volatile("tilerelease" ::: "memory"); }
 #define TILE_LOAD(t, p, bytes) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(p)), "r"((int64_t)(bytes)) : "memory")
 #define TILE_STORE(t, p, bytes) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(p)), "r"((int64_t)(bytes)) : "memory")
 #define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
-#define TILE_DOT_BYTES(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")  // a: s8, b: u8
+#define TILE_DOT_BYTES(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 #endif
 
 // For linear: 0-3 accumulators, 4-5 rows of a, 6-7 panels, all of 16 rows × 64 bytes.
@@ -68,13 +68,22 @@ static void configure(bool attention) {
     tile_config(&c);
 }
 
+// A run of memory that is fetched into the second cache, some lines at a time.
+struct Fetch {
+    const char *at = nullptr, *end = nullptr;
+};
+FN void fetch_some(Fetch &fetch, int lines) {
+    for (; lines > 0 && fetch.at < fetch.end; lines--, fetch.at += 64) __builtin_prefetch(fetch.at, 0, 2);
+}
+
 // `ahead`: elements to what these streams need next, fetched into the second cache meanwhile; 0: none.
 FN void fetch_tile(const bf16 *p, int64_t ahead) {
     if (ahead)
         for (int i = 0; i < 16; i++) __builtin_prefetch(p + ahead + i * 32, 0, 2);
 }
 
-static void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc) {
+// `meanwhile` is called once for every group of k: vector units have little to do while matrix units work.
+template <class Meanwhile> FN void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc, Meanwhile meanwhile) {
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
@@ -91,6 +100,7 @@ static void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, 
         TILE_DOT(3, 5, 7);
         fetch_tile(w + k * LANES, ahead);
         fetch_tile(w1 + k * LANES, ahead);
+        meanwhile();
     }
     TILE_STORE(0, acc, 64);
     TILE_STORE(2, acc + 16 * LANES, 64);

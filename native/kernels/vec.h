@@ -59,6 +59,19 @@ FN float max_lanes(F v) {  // of numbers: the order has no influence but on the 
     v = max_keep(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
     return v[1] > v[0] ? v[1] : v[0];
 }
+// Of whole numbers, whose order has no influence at all.
+template <class Both> FN int32_t fold_lanes(I v, Both both) {
+    v = both(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = both(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = both(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return both(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
+}
+FN int32_t max_lanes(I v) {
+    return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return a > b ? a : b; });
+}
+FN int32_t sum_lanes(I v) {
+    return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return a + b; });
+}
 
 // float32 → bfloat16, to nearest even, still in float32's place. Magnitudes below 2^-60 become +0: then no product
 // of two operands underflows, and a fused multiply-add equals multiply and add. NaN becomes the quiet NaN.
@@ -99,10 +112,13 @@ template <class E> FN F round_act(F x) {
 // exp by n·ln2 + r and a polynomial of degree 7 in r. exp(0) is 1; below -87.33 it is 0, above 88.72 infinity; NaN stays.
 // SMALL: x is known to be at most 88 (softmax: at most 0); fewer steps, the same bits.
 template <bool SMALL> FN F exp_of(F x) {
+#if defined(__AVX512F__)
+    const F y = x;  // what lies outside ends as 0 or infinity below, whatever comes before
+#else
     F y = x < splat(-88.0f) ? splat(-88.0f) : x;
     if (!SMALL) y = y > splat(89.0f) ? splat(89.0f) : y;
+#endif
     F t = y * 1.44269504f + 12582912.0f;  // the sum's last bits are the nearest whole number
-    I n = (I)f_to_bits(t) - 0x4b400000;
     F k = t - 12582912.0f;
     F r = y - k * 0.693359375f;  // ln2 in two parts; the first has 10 bits, so the product is exact
     r = r - k * -2.12194440e-4f;
@@ -113,6 +129,10 @@ template <bool SMALL> FN F exp_of(F x) {
     q = q * r + 0.5f;
     F p = (r * r) * q + r;
     p = p + 1.0f;
+#if defined(__AVX512F__)
+    p = (F)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)k);  // times 2^k; the plain one warns in gcc 12
+#else
+    I n = (I)f_to_bits(t) - 0x4b400000;
     if (SMALL) {
         p = p * (F)((n + 127) << 23);
     } else {
@@ -120,6 +140,7 @@ template <bool SMALL> FN F exp_of(F x) {
         p = p * (F)((half + 127) << 23);
         p = p * (F)((n - half + 127) << 23);
     }
+#endif
     p = x < splat(-87.33654f) ? F{} : p;
     if (SMALL) return p;
     return x > splat(88.72283f) ? splat(INF) : p;

@@ -75,7 +75,7 @@ def int8_grid(w: np.ndarray) -> Grid:
     some = top >= f32(2.0**-60)
     safe = np.where(some, top, f32(1))
     codes = np.where(some, np.rint(w * (f32(127) / safe)), 0).astype(np.int64)
-    return Grid(codes, np.where(some, top / f32(127), f32(0)).astype(f32), None, 64, 64, True)
+    return Grid(codes, np.where(some, top / f32(127), f32(0)).astype(f32), None, 128, 128, True)
 
 
 def random_stored(kind: str, n: int, k: int, rng: np.random.Generator) -> Stored:

@@ -29,7 +29,7 @@ def activations(rng, rows, k, dtype):
     return act(x.astype(f32), dtype)
 
 
-# K: a short last group of 32 and of 64, padding, one step, several; N: odd panels
+# K: a short last group of 32, of 64 and of 128, padding, one step, several; N: odd panels
 @pytest.mark.parametrize("k,n", [(8, 24), (64, 33), (160, 40), (576, 64), (130, 16), (264, 50)])
 @pytest.mark.parametrize("quantization", QUANTIZED)
 def test_quantized_here_is_the_contract(quantization, k, n):
@@ -257,3 +257,31 @@ def test_bf16_and_f32_sources_and_what_int4_cannot_hold():
         assert same_bits(rig.read(out, 3), contract_quant(x, grid_of(quantization, joined)))
     with pytest.raises(CheckpointError, match="beyond what the scales"):
         provider("bfloat16", ISAS[-1], 2, "int4").linear([np.full((16, 32), 1e6, f32)])
+
+
+# Matrix units hand out chunks of 512 rows, of equal size up to blocks of 32, and finish a block while the next one is multiplied.
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_chunks_of_rows_are_the_same_rows(quantization, isa):
+    rng = np.random.default_rng(3)
+    k, f, tokens = 72, 24, 1100
+    gate, up = (rng.standard_normal((f, k)).astype(f32) for _ in range(2))
+    x = activations(rng, tokens, k, "bfloat16")
+    for parts, settings in (([gate, up], {"gate": True}), ([gate], {"residual": f})):
+        rigs = [linear_rig(provider("bfloat16", isa, threads, quantization), parts, k, tokens=tokens, **settings) for threads in (1, 3)]
+        few, xin, res, out = rigs[0]
+        want = []
+        for start in range(0, tokens, 2):
+            few.fill(xin, x[start : start + 2])
+            if res is not None:
+                few.fill(res, np.full((2, f), start, f32))
+            few.run(2)
+            want.append(few.read(out, 2).copy())
+        want = np.concatenate(want)
+        for rig, xin, res, out in rigs:
+            for rows in (65, 513, 545, 1025, 1100):
+                rig.fill(xin, x[:rows])
+                if res is not None:
+                    rig.fill(res, np.repeat(np.arange(0, tokens, 2, dtype=f32), 2)[:rows, None].repeat(f, 1))
+                rig.run(rows)
+                assert same_bits(rig.read(out, rows), want[:rows]), (rows, settings)

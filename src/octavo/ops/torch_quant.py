@@ -28,8 +28,8 @@ def eight_bits(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def int8(weight: torch.Tensor) -> Quantized:
-    """One scale for each row of the matrix."""
-    return Quantized(_eight_bits(weight), 64)
+    """One scale for each row of the matrix; activations by groups of 128."""
+    return Quantized(_eight_bits(weight), 128)
 
 
 def int4(weight: torch.Tensor, step: int) -> Quantized:
