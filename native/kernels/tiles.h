@@ -45,6 +45,7 @@ static void tile_dot_bytes(int c, int a, int b) {
 }
 #define TILE_ZERO(t) __builtin_memset(tiles.data[t], 0, sizeof tiles.data[t])
 #define TILE_LOAD(t, p, bytes) tile_load(t, p, bytes)
+#define TILE_LOAD_ONCE(t, p, bytes) tile_load(t, p, bytes)
 #define TILE_STORE(t, p, bytes) tile_store(t, p, bytes)
 #define TILE_DOT(c, a, b) tile_dot(c, a, b)
 #define TILE_DOT_BYTES(c, a, b) tile_dot_bytes(c, a, b)
@@ -53,6 +54,7 @@ FN void tile_config(const TileConfig *c) { asm volatile("ldtilecfg %0" ::"m"(*c)
 FN void tile_release() { asm volatile("tilerelease" ::: "memory"); }
 #define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::: "memory")
 #define TILE_LOAD(t, p, bytes) asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void *)(p)), "r"((int64_t)(bytes)) : "memory")
+#define TILE_LOAD_ONCE(t, p, bytes) asm volatile("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"((const void *)(p)), "r"((int64_t)(bytes)) : "memory")
 #define TILE_STORE(t, p, bytes) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(p)), "r"((int64_t)(bytes)) : "memory")
 #define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 #define TILE_DOT_BYTES(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
@@ -82,6 +84,7 @@ FN void fetch_tile(const bf16 *p, int64_t ahead) {
         for (int i = 0; i < 16; i++) __builtin_prefetch(p + ahead + i * 32, 0, 2);
 }
 
+// Rows are loaded with the hint that they pass by: the panels should stay in the first cache.
 // `meanwhile` is called once for every group of k: vector units have little to do while matrix units work.
 template <class Meanwhile> FN void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc, Meanwhile meanwhile) {
     TILE_ZERO(0);
@@ -90,12 +93,12 @@ template <class Meanwhile> FN void tiles_2x2(const bf16 *a, int64_t kp, const bf
     TILE_ZERO(3);
     const bf16 *low = a + 16 * kp, *w1 = w + stride;
     for (int64_t k = 0; k < kp; k += KBLOCK) {
-        TILE_LOAD(4, a + k, kp * 2);
+        TILE_LOAD_ONCE(4, a + k, kp * 2);
         TILE_LOAD(6, w + k * LANES, 64);
         TILE_DOT(0, 4, 6);
         TILE_LOAD(7, w1 + k * LANES, 64);
         TILE_DOT(1, 4, 7);
-        TILE_LOAD(5, low + k, kp * 2);
+        TILE_LOAD_ONCE(5, low + k, kp * 2);
         TILE_DOT(2, 5, 6);
         TILE_DOT(3, 5, 7);
         fetch_tile(w + k * LANES, ahead);

@@ -74,12 +74,12 @@ FN void tile_step(const ActRows &a, bool high, const char *const codes[2], int64
 #pragma GCC unroll 2
     for (int j = 0; j < (STEP + 63) / 64; j++, k += 64) {
         TILE_LOAD(6, codes[0] + k * LANES, 64);
-        TILE_LOAD(4, a.row + k, a.ld);
+        TILE_LOAD_ONCE(4, a.row + k, a.ld);
         TILE_DOT_BYTES(0, 4, 6);
         TILE_LOAD(7, codes[1] + k * LANES, 64);
         TILE_DOT_BYTES(2, 4, 7);
         if (high) {
-            TILE_LOAD(5, a.row + 16 * a.ld + k, a.ld);
+            TILE_LOAD_ONCE(5, a.row + 16 * a.ld + k, a.ld);
             TILE_DOT_BYTES(1, 5, 6);
             TILE_DOT_BYTES(3, 5, 7);
         }
