@@ -18,7 +18,7 @@ size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
     for (const Op &op : ops) {
         size_t bytes = 0;
         if (op.code == OP_LINEAR || op.code == OP_QUANTIZE) bytes = (size_t)op.n[1] * EXPAND_ROWS * 4;  // enough for FUSED_ROWS quantized rows
-        if (op.code == OP_ATTENTION) bytes = (size_t)QROWS * (op.n[5] * 14 + PARTITION * 6 + 8) + PARTITION * 8;
+        if (op.code == OP_ATTENTION) bytes = (size_t)QTILES * QROWS * (op.n[5] * 14 + PARTITION * 4 + 8) + PARTITION * 8;
         if (op.code == OP_SAMPLE) bytes = sample_scratch(vocab);
         most = bytes > most ? bytes : most;
     }
@@ -66,7 +66,7 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
     splits_.reserve((size_t)cuts);
     pieces_done_.resize((size_t)(cuts * kv_heads_));
     if (cuts) {
-        const int64_t most = cuts * (b.table_stride * TOKENS / PARTITION + 1) * partial_floats(head_pad_) * 4;
+        const int64_t most = cuts * (b.table_stride * TOKENS / PARTITION + 1) * partial_floats(head_pad_) * QTILES * 4;
         partials_bytes_ = (size_t)pad(most < (int64_t)PARTIALS ? most : (int64_t)PARTIALS, 4096);
     }
     zero_tail_.resize((size_t)b.cap_t);
@@ -120,7 +120,7 @@ void Program::add_tile(int32_t seq, int32_t row, int64_t rows, int64_t last, int
     const int64_t partitions = last / PARTITION + 1, cost = cost_of(rows, last);
     int64_t pieces = cost > target ? (cost + target - 1) / target : 1;
     pieces = pieces < partitions ? pieces : partitions;
-    const int64_t bytes = kv_heads_ * partitions * partial_floats(head_pad_) * 4;
+    const int64_t bytes = kv_heads_ * partitions * ((rows + QROWS - 1) / QROWS) * partial_floats(head_pad_) * 4;
     int32_t split = -1;
     if (pieces > 1 && bytes <= partials_end_ - partials_free_) {
         split = (int32_t)splits_.size();
@@ -129,7 +129,7 @@ void Program::add_tile(int32_t seq, int32_t row, int64_t rows, int64_t last, int
     } else {
         pieces = 1;
     }
-    for (int32_t piece = 0; piece < pieces; piece++) tiles_[(size_t)num_tiles_++] = {seq, row, piece, (int32_t)pieces, split};
+    for (int32_t piece = 0; piece < pieces; piece++) tiles_[(size_t)num_tiles_++] = {seq, row, (int32_t)rows, piece, (int32_t)pieces, split};
 }
 
 // Cuts the attention work into tiles, and marks the tokens behind which a fresh block's V must be cleared.
@@ -139,13 +139,16 @@ void Program::plan_attention() {
     splits_.clear();
     partials_free_ = partials_;
     memset(zero_tail_.data(), 0, (size_t)run_.T);
+    // Wide ones read less, where there are enough of them to be shared out evenly.
+    const bool wide = run_.T * bounds_.group * kv_heads_ >= QTILES * QROWS * PIECES * run_.threads;
+    const int64_t most = wide ? QTILES * QROWS : QROWS;
     // Each tile's rows and the position of the last of them; the target is of all KV heads, so their number cancels.
     const auto each = [&](auto &&visit) {
         for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
             const int32_t first = s.q_start[i];
             const int64_t total = (s.q_start[i + 1] - first) * bounds_.group;
-            for (int64_t row = 0; row < total; row += QROWS) {
-                const int64_t rows = total - row < QROWS ? total - row : QROWS;
+            for (int64_t row = 0; row < total; row += most) {
+                const int64_t rows = total - row < most ? total - row : most;
                 visit(i, (int32_t)row, rows, (int64_t)s.positions[first + (row + rows - 1) / bounds_.group]);
             }
         }

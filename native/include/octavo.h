@@ -16,7 +16,8 @@ constexpr int LANES = 16;           // columns of a panel; virtual lanes of ever
 constexpr int KBLOCK = 32;          // products summed between two additions to the accumulator
 constexpr int TOKENS = 16;          // tokens of a KV block
 constexpr int PARTITION = 256;      // tokens of a softmax partition
-constexpr int QROWS = 16;           // query rows of an attention task
+constexpr int QROWS = 16;           // query rows of an attention tile
+constexpr int QTILES = 2;           // tiles of an attention task, at most
 constexpr int FUSED_ROWS = 8;       // up to so many rows, a linear op norms its own input in every thread
 constexpr int SAMPLE_ROWS = 64;     // rows of a tile of the sample segment
 constexpr int FEW_ROWS = 64;        // up to so many rows, a linear op with quantized weights runs at memory speed
@@ -56,11 +57,11 @@ struct Slots {
     int32_t *num_seen;
 };
 
-struct Tile {  // attention work: up to QROWS packed query rows of a sequence, from row `row`; all of it, or one piece of its partitions
-    int32_t seq, row, piece, pieces;
+struct Tile {  // attention work: `rows` packed query rows of a sequence, from row `row`; all of it, or one piece of its partitions
+    int32_t seq, row, rows, piece, pieces;
     int32_t split;  // which of Run::splits; -1: one piece
 };
-// A tile cut over threads. Its partitions' results lie at `at` + (KV head · partitions + partition) · row_floats, and
+// A tile cut over threads. Its partitions' results lie at `at`, [KV head][partition][tiles of QROWS rows][partial_floats], and
 // whoever finishes the last piece of a KV head combines them.
 struct Split {
     float *at;
@@ -135,7 +136,7 @@ const Kernels *kernels_amx_emulated();  // for tests; never chosen
 void op_sample(const Op &, const Run &, const Part &);  // sampler.cpp
 size_t sample_scratch(int64_t vocab);
 
-// Floats of one partition's result: the output of its rows, their largest scores, their masses.
+// Floats of one partition's result for QROWS rows: the output of its rows, their largest scores, their masses.
 constexpr int64_t partial_floats(int64_t dp) { return QROWS * (dp + 2); }
 
 inline int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

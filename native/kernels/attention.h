@@ -1,11 +1,11 @@
-// Causal attention over the block tables. A task is QROWS packed query rows (tokens × the heads of one KV head) of one
-// sequence; softmax goes by fixed partitions of 256 absolute tokens, combined from left to right.
+// Causal attention over the block tables. A task is up to QTILES tiles of QROWS packed query rows (tokens × the heads of one KV
+// head) of one sequence, which share what is read; softmax goes by fixed partitions of 256 absolute tokens, combined from left to right.
 //
-// A tile that is much of the step's work is cut into pieces, ranges of whole partitions, for several threads. Their
+// A task that is much of the step's work is cut into pieces, ranges of whole partitions, for several threads. Their
 // results are kept apart, and whoever finishes the last piece combines all of them, from left to right as ever.
 //
 // Row purity: a row's value depends on its own query, its range of tokens and the cache only. Blocks and partitions
-// outside a row's range, which it walks through because of its neighbours in the tile, have probability 0 and add +0,
+// outside a row's range, which it walks through because of its neighbours in the task, have probability 0 and add +0,
 // or are skipped for this row.
 //
 // Quantized types: a token's scores are taken times the scale of its K, and its probability times the scale of its V. fp8
@@ -19,14 +19,15 @@
 #pragma once
 
 struct QueryTile {
+    int64_t row;  // the first, of the sequence's packed rows of this step
     int rows;
+    bool matrix;  // the products go to matrix units
     int64_t dp;
-    float *q;       // [QROWS][Dp] float32 values of act precision; spread for integer KV types
-    bf16 *q16;      // the same as bf16, for matrix units
+    float *q;       // [QROWS][Dp] float32 values of act precision
+    bf16 *q16;      // instead: as bf16, for matrix units
     int32_t *qi;    // the same as pairs of 16-bit numbers, for integer KV types
-    float *scores;  // [QROWS][PARTITION]; then the probabilities, rounded to act, times V's scales
-    bf16 *p16;      // [QROWS][PARTITION] for matrix units
-    int32_t *pi;    // [QROWS][PARTITION / 2] pairs, for integer KV types
+    float *scores;  // [QROWS][PARTITION]; each row then becomes, in its place, probabilities times V's scales: float32 rounded to act,
+                    // bf16 for matrix units, or pairs of 16-bit numbers
     float *ks, *vs;  // [PARTITION] scales of the tokens, for quantized KV types
     float *sum;     // [QROWS][Dp] so far
     int32_t low[QROWS], high[QROWS];  // first and last token that a row sees
@@ -38,16 +39,17 @@ struct QueryTile {
 // What one partition gave: the rows' outputs, largest scores and masses.
 struct Partial {
     float *out, *top, *mass;
-    Partial(float *at, int64_t dp) : out(at), top(at + QROWS * dp), mass(top + QROWS) {}
 };
+FN Partial partial_at(float *at, int64_t dp) { return {at, at + QROWS * dp, at + QROWS * dp + QROWS}; }
+FN Partial so_far(QueryTile &tile) { return {tile.sum, tile.top, tile.mass}; }
 FN bool sees(const QueryTile &tile, int r, int64_t base) { return tile.low[r] < base + PARTITION && tile.high[r] >= base; }
 
-// Whether this tile's products go to matrix units; few rows do not pay for it.
-template <class E, class S> FN bool matrix_units(const QueryTile &tile) {
+// Whether products of so many rows go to matrix units; few rows do not pay for it.
+template <class E, class S> FN bool matrix_units(int64_t rows) {
 #ifdef OCTAVO_AMX
-    return sizeof(E) == 2 && sizeof(S) == 2 && tile.rows >= 5;
+    return sizeof(E) == 2 && sizeof(S) == 2 && rows >= 5;
 #else
-    (void)tile;
+    (void)rows;
     return false;
 #endif
 }
@@ -95,8 +97,8 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
         p = seen(tile, r, base + j * TOKENS, p * load<F>(tile.vs + j * TOKENS), 0.0f);
         return Stored<S>::integer ? p : round_act<E>(p);
     };
-    if (matrix_units<E, S>(tile)) {
-        bf16 *out = tile.p16 + r * PARTITION;
+    if (sizeof(E) == 2 && sizeof(S) == 2 && tile.matrix) {
+        bf16 *out = (bf16 *)s;
         int j = from;
         for (; j + 2 <= to; j += 2) {
             const F p = weight(j);
@@ -117,7 +119,7 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
         float inv;
         for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
         tile.factor[r] = to_whole(as_float((uint32_t)largest), &inv);
-        for (int j = from; j < to; j++) store_quads(tile.pi + (r * PARTITION + j * TOKENS) / 2, nearest(load<F>(s + j * TOKENS) * inv));
+        for (int j = from; j < to; j++) store_quads((int32_t *)s + j * TOKENS / 2, nearest(load<F>(s + j * TOKENS) * inv));
     }
     return sum;
 }
@@ -136,7 +138,6 @@ template <class E, class S> static void softmax(QueryTile &tile, int64_t base, i
             rows[r] = take_exps<E, S>(tile, r, (int32_t)base, from, to, top[r]);
         } else {  // the tile's other rows see this partition; this one must not meet old numbers
             __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
-            __builtin_memset(tile.p16 + r * PARTITION, 0, PARTITION * 2);
             tile.factor[r] = 0;
         }
     }
@@ -148,6 +149,10 @@ template <class E, class S> static void softmax(QueryTile &tile, int64_t base, i
 // Adds a partition to what the rows that see it have so far. Lanes are rows where they can be.
 static void combine(QueryTile &tile, int64_t base, const Partial &here) {
     const int64_t dp = tile.dp;
+    if (here.out == tile.sum) {  // the first one, which was put into its place
+        for (int r = 0; r < tile.rows; r++) tile.begun[r] = sees(tile, r, base);
+        return;
+    }
     const F old = load<F>(tile.top), top = load<F>(here.top), both = top > old ? top : old;
     const F before = exp16(old - both), now = exp16(top - both);
     const F mass = load<F>(tile.mass) * before + load<F>(here.mass) * now;
@@ -166,29 +171,80 @@ static void combine(QueryTile &tile, int64_t base, const Partial &here) {
     }
 }
 
-// `next`: where the tile will read after this partition, a block for a block; it is fetched ahead.
-template <class E, class S> static void score_blocks(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to) {
+// Products of one or two tiles on matrix units: what is loaded from K and V meets the rows of both. `next` (or null), here and below:
+// the blocks that are read after this partition, fetched meanwhile.
 #ifdef OCTAVO_AMX
-    if constexpr (sizeof(E) == 2 && sizeof(S) == 2) if (matrix_units<E, S>(tile)) {
-        const int64_t dp = tile.dp;
-        for (int j = from; j < to; j += 2) {
-            const bool two = j + 1 < to;
-            TILE_ZERO(0);
-            TILE_ZERO(1);
-            for (int64_t c = 0; c < dp; c += KBLOCK) {
-                TILE_LOAD(4, tile.q16 + c, dp * 2);
-                TILE_LOAD(6, (const bf16 *)k[j] + c * LANES, 64);
-                TILE_DOT(0, 4, 6);
-                if (!two) continue;
-                TILE_LOAD(6, (const bf16 *)k[j + 1] + c * LANES, 64);
-                TILE_DOT(1, 4, 6);
+template <int TILES> static void score_matrix(const QueryTile *tile, const char *const *k, const char *const *next, int from, int to) {
+    const int64_t dp = tile->dp;
+    for (int j = from; j < to; j += 2) {
+        const bool two = j + 1 < to;
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        if (TILES == 2) TILE_ZERO(2);
+        if (TILES == 2) TILE_ZERO(3);
+        for (int64_t c = 0; c < dp; c += KBLOCK) {
+            const bf16 *block = (const bf16 *)k[j] + c * LANES;
+            TILE_LOAD(6, block, 64);
+            if (next) fetch_tile(block, (next[j] - k[j]) / 2);
+            TILE_LOAD(4, tile[0].q16 + c, dp * 2);
+            TILE_DOT(0, 4, 6);
+            if (TILES == 2) {
+                TILE_LOAD(4, tile[1].q16 + c, dp * 2);
+                TILE_DOT(2, 4, 6);
             }
-            TILE_STORE(0, tile.scores + j * TOKENS, PARTITION * 4);
-            if (two) TILE_STORE(1, tile.scores + (j + 1) * TOKENS, PARTITION * 4);
+            if (!two) continue;
+            block = (const bf16 *)k[j + 1] + c * LANES;
+            TILE_LOAD(6, block, 64);
+            if (next) fetch_tile(block, (next[j + 1] - k[j + 1]) / 2);
+            if (TILES == 2) {
+                TILE_DOT(3, 4, 6);
+                TILE_LOAD(4, tile[0].q16 + c, dp * 2);
+            }
+            TILE_DOT(1, 4, 6);
         }
-        return;
+        TILE_STORE(0, tile[0].scores + j * TOKENS, PARTITION * 4);
+        if (TILES == 2) TILE_STORE(2, tile[1].scores + j * TOKENS, PARTITION * 4);
+        if (!two) continue;
+        TILE_STORE(1, tile[0].scores + (j + 1) * TOKENS, PARTITION * 4);
+        if (TILES == 2) TILE_STORE(3, tile[1].scores + (j + 1) * TOKENS, PARTITION * 4);
     }
+}
+
+template <int TILES> static void mix_matrix(const QueryTile *tile, const char *const *k, const char *const *next, int from, int to, const Partial *here) {
+    const int64_t dp = tile->dp, half = kv_half<bf16>(dp), panel = kv_half<bf16>(LANES);
+    const bf16 *p[QTILES];
+    for (int i = 0; i < TILES; i++) p[i] = (const bf16 *)tile[i].scores;
+    for (int64_t c = 0; c < dp; c += 2 * LANES) {  // Dp is a multiple of 32
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        if (TILES == 2) TILE_ZERO(2);
+        if (TILES == 2) TILE_ZERO(3);
+        for (int j = from; j < to; j++) {
+            const char *v = k[j] + half + c / LANES * panel;
+            if (next) fetch_tile((const bf16 *)v, (next[j] - k[j]) / 2);  // of both panels
+            TILE_LOAD(5, p[0] + j * TOKENS, PARTITION * 4);
+            TILE_LOAD(7, v, 64);
+            TILE_DOT(0, 5, 7);
+            if (TILES == 2) {
+                TILE_LOAD(5, p[1] + j * TOKENS, PARTITION * 4);
+                TILE_DOT(2, 5, 7);
+            }
+            TILE_LOAD(7, v + panel, 64);
+            if (TILES == 2) {
+                TILE_DOT(3, 5, 7);
+                TILE_LOAD(5, p[0] + j * TOKENS, PARTITION * 4);
+            }
+            TILE_DOT(1, 5, 7);
+        }
+        TILE_STORE(0, here[0].out + c, dp * 4);
+        TILE_STORE(1, here[0].out + c + LANES, dp * 4);
+        if (TILES == 2) TILE_STORE(2, here[1].out + c, dp * 4);
+        if (TILES == 2) TILE_STORE(3, here[1].out + c + LANES, dp * 4);
+    }
+}
 #endif
+
+template <class E, class S> static void score_tile(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to) {
     for (int r = 0; r < tile.rows; r += MAX_ROWS) {
         const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
         const char *const *ahead = r == 0 ? next : nullptr;
@@ -209,35 +265,16 @@ template <class E, class S> static void score_blocks(const QueryTile &tile, cons
     }
 }
 
-template <class E, class S> static void mix_blocks(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to, float *out) {
+template <class E, class S> static void mix_tile(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to, float *out) {
     const int64_t dp = tile.dp, panel = kv_half<S>(LANES);
-#ifdef OCTAVO_AMX
-    if constexpr (sizeof(E) == 2 && sizeof(S) == 2) if (matrix_units<E, S>(tile)) {
-        for (int64_t c = 0; c < dp; c += 2 * LANES) {  // Dp is a multiple of 32
-            TILE_ZERO(0);
-            TILE_ZERO(1);
-            for (int j = from; j < to; j++) {
-                const char *v = k[j] + kv_half<S>(dp) + c / LANES * panel;
-                TILE_LOAD(5, tile.p16 + j * TOKENS, PARTITION * 2);
-                TILE_LOAD(7, v, 64);
-                TILE_DOT(0, 5, 7);
-                TILE_LOAD(7, v + panel, 64);
-                TILE_DOT(1, 5, 7);
-            }
-            TILE_STORE(0, out + c, dp * 4);
-            TILE_STORE(1, out + c + LANES, dp * 4);
-        }
-        return;
-    }
-#endif
     for (int r = 0; r < tile.rows; r += MAX_ROWS) {
         const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
         const char *const *ahead = r == 0 ? next : nullptr;
         if constexpr (Stored<S>::integer) {
             with_rows<MAX_ROWS>(n, [&]<int MR>() {
-                const int32_t *p = tile.pi + (r * PARTITION + from * TOKENS) / 2;
+                const int32_t *p = (const int32_t *)tile.scores + r * PARTITION + from * TOKENS / 2;
                 const auto mix_panels = [&]<int NP>(int64_t c) {
-                    dot_mix<S, MR, NP>(p, PARTITION / 2, k + from, ahead ? ahead + from : ahead, kv_half<S>(dp) + c / LANES * panel, to - from,
+                    dot_mix<S, MR, NP>(p, PARTITION, k + from, ahead ? ahead + from : ahead, kv_half<S>(dp) + c / LANES * panel, to - from,
                                        tile.factor + r, out + r * dp + c, dp);
                 };
                 constexpr int panels = OCTAVO_WIDTH == 16 && MR <= 4 ? 4 : 2;
@@ -253,36 +290,48 @@ template <class E, class S> static void mix_blocks(const QueryTile &tile, const 
     }
 }
 
-// Takes a tile's queries, and the range of tokens of each.
-template <class E, class S> static void begin_tile(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
-    const int64_t ld = op.n[1], per = op.n[2] / op.n[3], d = op.n[4], dp = tile.dp, window = op.n[7];
-    const int32_t first = run.step.q_start[work.seq];
-    const int64_t left = (int64_t)(run.step.q_start[work.seq + 1] - first) * per - work.row;
-    tile.rows = left < QROWS ? (int)left : QROWS;
+// Calls visit(row of the tile, token of the step, query head) for each row.
+template <class Visit> FN void each_row(const Op &op, const Run &run, const QueryTile &tile, int32_t seq, int64_t g, Visit &&visit) {
+    const int64_t per = op.n[2] / op.n[3];
+    int64_t t = run.step.q_start[seq] + tile.row / per, i = tile.row % per;
     for (int r = 0; r < tile.rows; r++) {
-        const int64_t t = first + (work.row + r) / per, h = g * per + (work.row + r) % per;
-        const E *q = (const E *)op.p[0] + t * ld + h * d;
-        int64_t c = 0;
-        for (; c + LANES <= d; c += LANES) store<F>(tile.q + r * dp + c, load_act(q + c));
-        for (; c < dp; c++) tile.q[r * dp + c] = c < d ? get_act(q[c]) : 0;
-        tile.scale[r] = op.f[0];
-        if constexpr (Stored<S>::integer) {
-            float inv;
-            spread(tile.q + r * dp, dp);
-            tile.scale[r] = op.f[0] * to_whole(largest(tile.q + r * dp, dp), &inv);
-            for (c = 0; c < dp; c += LANES) store_quads(tile.qi + (r * dp + c) / 2, nearest(load<F>(tile.q + r * dp + c) * inv));
-        } else if (sizeof(E) == 2) {
-            for (c = 0; c < dp; c += LANES) store_act(tile.q16 + r * dp + c, load<F>(tile.q + r * dp + c));
-        }
-        tile.high[r] = run.step.positions[t];
-        tile.low[r] = window > 0 && tile.high[r] >= window ? tile.high[r] - (int32_t)window + 1 : 0;
-        tile.begun[r] = false;
+        visit(r, t, g * per + i);
+        if (++i == per) i = 0, t++;
     }
 }
 
+// Takes a tile's queries, and the range of tokens of each.
+template <class E, class S> static void begin_tile(const Op &op, const Run &run, QueryTile &tile, int32_t seq, int64_t g) {
+    const int64_t ld = op.n[1], d = op.n[4], dp = tile.dp, window = op.n[7];
+    each_row(op, run, tile, seq, g, [&](int r, int64_t t, int64_t h) {
+        const E *q = (const E *)op.p[0] + t * ld + h * d;
+        tile.scale[r] = op.f[0];
+        tile.high[r] = run.step.positions[t];
+        tile.low[r] = window > 0 && tile.high[r] >= window ? tile.high[r] - (int32_t)window + 1 : 0;
+        tile.begun[r] = false;
+        if (sizeof(E) == 2 && tile.matrix) {
+            __builtin_memcpy(tile.q16 + r * dp, q, (size_t)d * 2);
+            __builtin_memset(tile.q16 + r * dp + d, 0, (size_t)(dp - d) * 2);
+            return;
+        }
+        float *x = tile.q + r * dp;
+        int64_t c = 0;
+        for (; c + LANES <= d; c += LANES) store<F>(x + c, load_act(q + c));
+        for (; c < dp; c++) x[c] = c < d ? get_act(q[c]) : 0;
+        if constexpr (Stored<S>::integer) {
+            float inv;
+            spread(x, dp);
+            tile.scale[r] = op.f[0] * to_whole(largest(x, dp), &inv);
+            for (c = 0; c < dp; c += LANES) store_quads(tile.qi + (r * dp + c) / 2, nearest(load<F>(x + c) * inv));
+        }
+    });
+}
+
 // Scores, probabilities and output of one partition. `table`: the sequence's blocks; `unit`: where the KV head's lies in block 0.
-template <class E, class S> static void partition(const Run &run, QueryTile &tile, const int32_t *table, const char *unit, int64_t base, const Partial &here) {
-    const int64_t low = tile.low[0], high = tile.high[tile.rows - 1];  // both rise with the row
+template <class E, class S>
+static void partition(const Run &run, QueryTile *tile, int tiles, const int32_t *table, const char *unit, int64_t base, const Partial *here) {
+    const QueryTile &final = tile[tiles - 1];
+    const int64_t low = tile->low[0], high = final.high[final.rows - 1];  // both rise with the row
     const int from = base < low ? (int)((low - base) / TOKENS) : 0;
     const int to = high - base < PARTITION ? (int)((high - base) / TOKENS + 1) : PARTITION / TOKENS;
     const char *k[PARTITION / TOKENS], *next[PARTITION / TOKENS];
@@ -293,67 +342,92 @@ template <class E, class S> static void partition(const Run &run, QueryTile &til
         if (more) next[j] = unit + (size_t)table[then < last ? then : last] * run.block_bytes;
         k[j] = unit + (size_t)table[base / TOKENS + j] * run.block_bytes;
         if constexpr (Stored<S>::scaled) {
-            const bf16 *scales = (const bf16 *)(k[j] + 2 * kv_half<S>(tile.dp));
-            store<F>(tile.ks + j * TOKENS, load_act(scales) * Stored<S>::unit);
-            store<F>(tile.vs + j * TOKENS, load_act(scales + TOKENS) * Stored<S>::unit);
+            const bf16 *scales = (const bf16 *)(k[j] + 2 * kv_half<S>(tile->dp));
+            store<F>(tile->ks + j * TOKENS, load_act(scales) * Stored<S>::unit);
+            store<F>(tile->vs + j * TOKENS, load_act(scales + TOKENS) * Stored<S>::unit);
         }
     }
     const char *const *ahead = more ? next : nullptr;
-    score_blocks<E, S>(tile, k, ahead, from, to);
-    softmax<E, S>(tile, base, from, to, here.top, here.mass);
-    mix_blocks<E, S>(tile, k, ahead, from, to, here.out);
+#ifdef OCTAVO_AMX
+    if constexpr (sizeof(E) == 2 && sizeof(S) == 2) if (tile->matrix) {
+        tiles == 1 ? score_matrix<1>(tile, k, ahead, from, to) : score_matrix<2>(tile, k, ahead, from, to);
+        for (int i = 0; i < tiles; i++) softmax<E, S>(tile[i], base, from, to, here[i].top, here[i].mass);
+        tiles == 1 ? mix_matrix<1>(tile, k, ahead, from, to, here) : mix_matrix<2>(tile, k, ahead, from, to, here);
+        return;
+    }
+#endif
+    for (int i = 0; i < tiles; i++) {
+        score_tile<E, S>(tile[i], k, i == 0 ? ahead : nullptr, from, to);
+        softmax<E, S>(tile[i], base, from, to, here[i].top, here[i].mass);
+        mix_tile<E, S>(tile[i], k, i == 0 ? ahead : nullptr, from, to, here[i].out);
+    }
 }
 
 // The quotients, rounded to act.
-template <class E> static void finish_tile(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
-    const int64_t ld = op.n[1], per = op.n[2] / op.n[3], d = op.n[4], dp = tile.dp;
-    const int32_t first = run.step.q_start[work.seq];
-    for (int r = 0; r < tile.rows; r++) {
-        const int64_t t = first + (work.row + r) / per, h = g * per + (work.row + r) % per;
-        E *out = (E *)op.p[1] + t * ld + h * d;
-        for (int64_t c = 0; c < dp; c += LANES) store<F>(tile.sum + r * dp + c, load<F>(tile.sum + r * dp + c) / tile.mass[r]);
-        store_row(out, tile.sum + r * dp, d);
+template <class E> static void finish_tile(const Op &op, const Run &run, const QueryTile &tile, int32_t seq, int64_t g) {
+    const int64_t ld = op.n[1], d = op.n[4];
+    each_row(op, run, tile, seq, g, [&](int r, int64_t t, int64_t h) {
+        E *out = (E *)op.p[1] + t * ld;
+        const float *sum = tile.sum + r * tile.dp;
+        int64_t c = 0;
+        for (; c + LANES <= d; c += LANES) store_act(out + h * d + c, load<F>(sum + c) / tile.mass[r]);
+        for (; c < d; c++) put_act(out + h * d + c, sum[c] / tile.mass[r]);
         if (h == op.n[2] - 1)
-            for (int64_t c = op.n[2] * d; c < ld; c++) ((E *)op.p[1])[t * ld + c] = 0;
-    }
+            for (c = op.n[2] * d; c < ld; c++) out[c] = 0;
+    });
 }
 
-template <class E, class S> static void attend(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g, float *scratch) {
-    begin_tile<E, S>(op, run, tile, work, g);
-    const int32_t *table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
-    const char *unit = run.kv + op.n[6] + g * kv_unit<S>(tile.dp);
-    const int64_t first = tile.low[0] / PARTITION, count = tile.high[tile.rows - 1] / PARTITION - first + 1;
-    if (work.pieces == 1) {
-        const Partial here(scratch, tile.dp);
-        for (int64_t i = first; i < first + count; i++) {
-            partition<E, S>(run, tile, table, unit, i * PARTITION, here);
-            combine(tile, i * PARTITION, here);
-        }
-        return finish_tile<E>(op, run, tile, work, g);
+// One task. tile: [QTILES] with memory, scratch: that of as many partials.
+template <class E, class S> static void attend(const Op &op, const Run &run, QueryTile *tile, const Tile &work, int64_t g, float *scratch) {
+    const int64_t dp = tile->dp;
+    const int tiles = (work.rows + QROWS - 1) / QROWS;
+    for (int i = 0; i < tiles; i++) {
+        const int left = work.rows - i * QROWS;
+        tile[i].row = work.row + i * QROWS, tile[i].rows = left < QROWS ? left : QROWS;
+        tile[i].matrix = matrix_units<E, S>(work.rows);
+        begin_tile<E, S>(op, run, tile[i], work.seq, g);
     }
-    const Split &split = run.splits[work.split];
-    const auto kept = [&](int64_t i) { return Partial(split.at + (g * split.partitions + i) * partial_floats(tile.dp), tile.dp); };
-    for (int64_t i = count * work.piece / work.pieces; i < count * (work.piece + 1) / work.pieces; i++)
-        partition<E, S>(run, tile, table, unit, (first + i) * PARTITION, kept(i));
-    if (__atomic_add_fetch(split.done + g, 1, __ATOMIC_ACQ_REL) < work.pieces) return;
-    __atomic_store_n(split.done + g, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
-    for (int64_t i = 0; i < count; i++) combine(tile, (first + i) * PARTITION, kept(i));
-    finish_tile<E>(op, run, tile, work, g);
+    const int32_t *table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
+    const char *unit = run.kv + op.n[6] + g * kv_unit<S>(dp);
+    const int64_t first = tile->low[0] / PARTITION, count = tile[tiles - 1].high[tile[tiles - 1].rows - 1] / PARTITION - first + 1;
+    Partial here[QTILES];
+    const auto combine_all = [&](int64_t i) {
+        for (int n = 0; n < tiles; n++) combine(tile[n], (first + i) * PARTITION, here[n]);
+    };
+    if (work.pieces == 1) {
+        for (int64_t i = 0; i < count; i++) {
+            for (int n = 0; n < tiles; n++) here[n] = i == 0 ? so_far(tile[n]) : partial_at(scratch + n * partial_floats(dp), dp);
+            partition<E, S>(run, tile, tiles, table, unit, (first + i) * PARTITION, here);
+            combine_all(i);
+        }
+    } else {
+        const Split &split = run.splits[work.split];
+        const auto kept = [&](int64_t i) {
+            for (int n = 0; n < tiles; n++) here[n] = partial_at(split.at + ((g * split.partitions + i) * tiles + n) * partial_floats(dp), dp);
+        };
+        for (int64_t i = count * work.piece / work.pieces; i < count * (work.piece + 1) / work.pieces; i++) {
+            kept(i);
+            partition<E, S>(run, tile, tiles, table, unit, (first + i) * PARTITION, here);
+        }
+        if (__atomic_add_fetch(split.done + g, 1, __ATOMIC_ACQ_REL) < work.pieces) return;
+        __atomic_store_n(split.done + g, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
+        for (int64_t i = 0; i < count; i++) kept(i), combine_all(i);
+    }
+    for (int n = 0; n < tiles; n++) finish_tile<E>(op, run, tile[n], work.seq, g);
 }
 
 template <class E, class S> static void attention(const Op &op, const Run &run, const Part &part) {
     const int64_t dp = op.n[5], groups = op.n[3];
-    QueryTile tile;
-    tile.dp = dp;
-    float *at = (float *)run.scratch[part.thread], *const scratch = at;
-    at += partial_floats(dp);
-    tile.q = at, at += QROWS * dp;
-    tile.sum = at, at += QROWS * dp;
-    tile.scores = at, at += QROWS * PARTITION;
-    tile.ks = at, at += PARTITION;
-    tile.vs = at, at += PARTITION;
-    tile.q16 = (bf16 *)at, tile.qi = (int32_t *)at;  // of the two, one is in use, and they are of one size
-    tile.p16 = tile.q16 + QROWS * dp, tile.pi = tile.qi + QROWS * dp / 2;
+    float *at = (float *)run.scratch[part.thread], *const scratch = at, *const scales = scratch + QTILES * partial_floats(dp);
+    at = scales + 2 * PARTITION;
+    QueryTile tile[QTILES];
+    for (QueryTile &t : tile) {
+        t.dp = dp, t.ks = scales, t.vs = scales + PARTITION;
+        t.q = at, at += QROWS * dp;
+        t.q16 = (bf16 *)at, t.qi = (int32_t *)at, at += QROWS * dp / 2;  // of the two, one is in use
+        t.sum = at, at += QROWS * dp;
+        t.scores = at, at += QROWS * PARTITION;
+    }
 #ifdef OCTAVO_AMX
     if (sizeof(E) == 2 && sizeof(S) == 2) configure(true);
 #endif
