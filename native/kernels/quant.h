@@ -134,11 +134,11 @@ FN void quantize_row(const LayoutInfo &l, const float *x, int64_t kp, char *row)
                 sum += q;
                 typedef int8_t B __attribute__((vector_size(16)));
                 typedef int16_t S __attribute__((vector_size(32)));
-                const S order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+                const S pairs = __builtin_convertvector(q, S);
                 if constexpr (QUAD == 4)
                     store(row + i, __builtin_convertvector(q, B));
                 else
-                    store(row + i * 2, __builtin_shuffle(__builtin_convertvector(q, S), order));
+                    store(row + i * 2, __builtin_shufflevector(pairs, pairs, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
             }
             const int32_t total = sum_lanes(sum);
             scales[s] = scale, zeros[s] = -l.zero * total, sums[s] = (float)total * scale;

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +181,14 @@ def test_shutdown_ends_every_answer() -> None:
     answer = submit(driver, "a")
     driver.shutdown()
     assert answer.output().outputs[0].finish_reason == "abort"
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> Iterator[None]:
+    """Python's own handler, also where the tests were started in the background, which ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_waits_for_the_end_of_the_step() -> None:
