@@ -116,6 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
+            sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a file, Python knows this folder only
             from tests.checkpoints import make_tiny
 
             args.model = str(make_tiny(folder))
