@@ -315,7 +315,7 @@ class Machine(RuleBasedStateMachine):
             ledger = self.kv.ledger()
             assert ledger.live + ledger.cached + ledger.free == ledger.total == self.kv.pool.num_blocks
             assert self.scheduler.has_unfinished == bool(self.live)
-            running = self.scheduler.running
+            running = [r for r in self.scheduler.running if not (r.ahead and len(r.tokens) + r.ahead >= r.limit)]  # those have their last step
             assert len(running) <= self.full_budget or len({r.head for r in running}) == 1, "more run than a step can serve"
             assert self.tier is None or self.mode != "recompute" or self.tier.num_used == 0
             self.check_policy()
