@@ -115,10 +115,8 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
         most = mag > most ? mag : most;
     }
     if constexpr (Stored<S>::integer) {
-        int32_t largest = 0;
         float inv;
-        for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
-        tile.factor[r] = to_whole(as_float((uint32_t)largest), &inv);
+        tile.factor[r] = to_whole(as_float((uint32_t)max_lanes(most)), &inv);
         for (int j = from; j < to; j++) store_quads((int32_t *)s + j * TOKENS / 2, nearest(load<F>(s + j * TOKENS) * inv));
     }
     return sum;

@@ -132,11 +132,10 @@ FN void quantize_row(const LayoutInfo &l, const float *x, int64_t kp, char *row)
                 I q = nearest(load<F>(x + i) * inverse);
                 q = any ? q : I{};
                 sum += q;
-                typedef int8_t B __attribute__((vector_size(16)));
                 typedef int16_t S __attribute__((vector_size(32)));
                 const S pairs = __builtin_convertvector(q, S);
                 if constexpr (QUAD == 4)
-                    store(row + i, __builtin_convertvector(q, B));
+                    store_codes((int8_t *)row + i, q);
                 else
                     store(row + i * 2, __builtin_shufflevector(pairs, pairs, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
             }
