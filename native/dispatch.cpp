@@ -12,10 +12,10 @@
 namespace octavo {
 namespace {
 
-constexpr const char *VARIANTS[] = {"generic", "avx2", "avx512", "avx512_vnni", "amx"};
+constexpr const char *VARIANTS[] = {"generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
 
 struct Features {
-    bool avx2 = false, avx512 = false, vnni = false, amx = false;
+    bool avx2 = false, avx512 = false, vnni = false, bf16 = false, amx = false;
 };
 
 #ifdef OCTAVO_X86
@@ -39,6 +39,9 @@ Features detect() {
     const uint32_t need = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ | bit_AVX512CD;
     f.avx512 = f.avx2 && (state & 0xe6) == 0xe6 && (b & need) == need;
     f.vnni = f.avx512 && (c & bit_AVX512VNNI);
+    uint32_t more = 0, unused;
+    if (a >= 1) __get_cpuid_count(7, 1, &more, &unused, &unused, &unused);
+    f.bf16 = f.vnni && (more & 1u << 5);
     const uint32_t need_amx = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
     f.amx = f.vnni && (state & 0x60000) == 0x60000 && (d & need_amx) == need_amx && matrix_permission();
     return f;
@@ -62,6 +65,7 @@ const Kernels *find_kernels(const char *name) {
     if (!strcmp(name, "avx2") && f.avx2) return kernels_avx2();
     if (!strcmp(name, "avx512") && f.avx512) return kernels_avx512();
     if (!strcmp(name, "avx512_vnni") && f.vnni) return kernels_avx512_vnni();
+    if (!strcmp(name, "avx512_bf16") && f.bf16) return kernels_avx512_bf16();
     if (!strcmp(name, "amx") && f.amx) return kernels_amx();
     if (!strcmp(name, "amx_emulated")) return kernels_amx_emulated();
     return nullptr;

@@ -24,10 +24,10 @@ struct QueryTile {
     bool matrix;  // the products go to matrix units
     int64_t dp;
     float *q;       // [QROWS][Dp] float32 values of act precision
-    bf16 *q16;      // instead: as bf16, for matrix units
+    bf16 *q16;      // instead: as bf16, for matrix units; the same woven, where products take that (product.h)
     int32_t *qi;    // the same as pairs of 16-bit numbers, for integer KV types
     float *scores;  // [QROWS][PARTITION]; each row then becomes, in its place, probabilities times V's scales: float32 rounded to act,
-                    // bf16 for matrix units, or pairs of 16-bit numbers
+                    // bf16 for matrix units, woven, or pairs of 16-bit numbers
     float *ks, *vs;  // [PARTITION] scales of the tokens, for quantized KV types
     float *sum;     // [QROWS][Dp] so far
     int32_t low[QROWS], high[QROWS];  // first and last token that a row sees
@@ -43,6 +43,12 @@ struct Partial {
 FN Partial partial_at(float *at, int64_t dp) { return {at, at + QROWS * dp, at + QROWS * dp + QROWS}; }
 FN Partial so_far(QueryTile &tile) { return {tile.sum, tile.top, tile.mass}; }
 FN bool sees(const QueryTile &tile, int r, int64_t base) { return tile.low[r] < base + PARTITION && tile.high[r] >= base; }
+
+template <class E, class S> constexpr bool woven = sizeof(Operand<E, S>) == 2;
+template <class E, class S> FN const Operand<E, S> *queries(const QueryTile &tile) {
+    if constexpr (woven<E, S>) return (const Woven *)tile.q16;
+    else return tile.q;
+}
 
 // Whether products of so many rows go to matrix units; few rows do not pay for it.
 template <class E, class S> FN bool matrix_units(int64_t rows) {
@@ -105,6 +111,10 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
             store_halves(out + j * TOKENS, p, weight(j + 1));
         }
         if (j < to) store<H>(out + j * TOKENS, __builtin_convertvector(f_to_bits(weight(j)) >> 16, H));
+        return sum;
+    }
+    if constexpr (woven<E, S>) {
+        for (int j = from; j < to; j++) store_act((Woven *)s + j * TOKENS, weight(j));
         return sum;
     }
     I most = {};  // bits of the largest magnitude; a NaN's exceed all
@@ -257,7 +267,7 @@ template <class E, class S> static void score_tile(const QueryTile &tile, const 
             });
         } else {
             for (int j = from; j < to; j++)
-                product_rows<E>(n, 1, tile.q + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, ahead ? (ahead[j] - k[j]) / (int64_t)sizeof(S) : 0,
+                product_rows<E>(n, 1, queries<E, S>(tile) + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, ahead ? (ahead[j] - k[j]) / (int64_t)sizeof(S) : 0,
                                 tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
         }
     }
@@ -281,8 +291,9 @@ template <class E, class S> static void mix_tile(const QueryTile &tile, const ch
                 for (; c < dp; c += 2 * LANES) mix_panels.template operator()<2>(c);
             });
         } else {
+            const auto *p = (const Operand<E, S> *)(tile.scores + r * PARTITION) + from * TOKENS;
             for (int64_t c = 0; c < dp; c += LANES)
-                mix_rows<E, S>(n, tile.scores + r * PARTITION + from * TOKENS, PARTITION, k + from, ahead ? ahead + from : ahead,
+                mix_rows<E, S>(n, p, PARTITION * 4 / sizeof *p, k + from, ahead ? ahead + from : ahead,
                                kv_half<S>(dp) + c / LANES * panel, to - from, out + r * dp + c, dp);
         }
     }
@@ -316,6 +327,8 @@ template <class E, class S> static void begin_tile(const Op &op, const Run &run,
         int64_t c = 0;
         for (; c + LANES <= d; c += LANES) store<F>(x + c, load_act(q + c));
         for (; c < dp; c++) x[c] = c < d ? get_act(q[c]) : 0;
+        if constexpr (woven<E, S>)
+            for (c = 0; c < dp; c += LANES) store_act((Woven *)tile.q16 + r * dp + c, load<F>(x + c));
         if constexpr (Stored<S>::integer) {
             float inv;
             spread(x, dp);

@@ -159,6 +159,11 @@ FN float encode(Fp8, const float *x, int64_t dp, int8_t *codes) {  // scales are
     return s;
 }
 
+#if defined(__AVX512BF16__)
+template <> struct OperandOf<bf16, Fp8> {
+    typedef Woven type;
+};
+#endif
 template <> struct Panel<Fp8> {
     // Decoded as float16: the value / 256, subnormals included, whatever the mode.
     FN NF decode(const Fp8 *b) {
@@ -182,3 +187,12 @@ template <> struct Panel<Fp8> {
         *odd = decode(b + LANES + v * OCTAVO_WIDTH);
     }
 };
+#if defined(__AVX512BF16__)
+template <> struct Weave<Fp8> {  // decoded values are bfloat16 ones
+    FN void quad(const Fp8 *b, NU *even, NU *odd) {
+        const auto row = [b](int k) { return (NU)Panel<Fp8>::decode(b + k * LANES); };
+        *even = row(0) | (row(2) >> 16);
+        *odd = row(1) | (row(3) >> 16);
+    }
+};
+#endif

@@ -30,10 +30,6 @@ template <class E> FN void finish(const Op &op, int64_t row0, int rows, int64_t 
         }
 }
 
-template <class E> FN void expand(float *dst, const E *src, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) store<F>(dst + i, load_act(src + i));
-}
-
 // Few rows: memory speed decides. Every thread reads its share of the panels once; all rows ride along.
 template <class E> static void linear_few(const Op &op, const Run &run, const Part &part) {
     const int64_t kp = op.n[1], stride = kp * LANES;
@@ -42,13 +38,13 @@ template <class E> static void linear_few(const Op &op, const Run &run, const Pa
     share(op.n[2] / unit, part.thread, run.threads, &from, &to);
     from *= unit, to *= unit;
     if (from == to) return;
-    float *wide = (float *)run.scratch[part.thread];
-    const float *a = wide;
+    Operand<E> *wide = (Operand<E> *)run.scratch[part.thread];
+    const Operand<E> *a = wide;
     if (op.flags & FLAG_FUSED) {
         for (int r = 0; r < rows; r++)
             norm_row<E>((const float *)op.p[5] + (part.row0 + r) * kp, (const float *)op.p[6], op.f[0], op.n[5], kp, wide + r * kp);
     } else if (sizeof(E) == 4) {
-        a = (const float *)op.p[0] + part.row0 * kp;
+        a = (const Operand<E> *)op.p[0] + part.row0 * kp;
     } else {
         expand(wide, (const E *)op.p[0] + part.row0 * kp, rows * kp);
     }
@@ -69,7 +65,7 @@ template <class E> static void linear_many(const Op &op, const Run &run, const P
     const int64_t kp = op.n[1], stride = kp * LANES;
     const int64_t columns = (op.n[2] + 3) / 4, chunks = (part.rows + EXPAND_ROWS - 1) / EXPAND_ROWS;
     const int unit = op.n[3] == EPI_SILU_MUL ? 2 : 1;
-    float *wide = (float *)run.scratch[part.thread];
+    Operand<E> *wide = (Operand<E> *)run.scratch[part.thread];
     int64_t held = -1;
     float acc[2 * MAX_ROWS * LANES] __attribute__((aligned(64)));
     for (int64_t task; (task = next_task(part.counter)) < columns * chunks;) {
@@ -79,7 +75,7 @@ template <class E> static void linear_many(const Op &op, const Run &run, const P
         const int rows = left < EXPAND_ROWS ? (int)left : EXPAND_ROWS;
         const E *src = (const E *)op.p[0] + row0 * kp;
         if (sizeof(E) == 2 && held != chunk) expand(wide, src, rows * kp), held = chunk;
-        const float *a = sizeof(E) == 2 ? wide : (const float *)(const void *)src;
+        const Operand<E> *a = sizeof(E) == 2 ? wide : (const Operand<E> *)(const void *)src;
         const int64_t end = column + 4 < op.n[2] ? column + 4 : op.n[2];
         for (int64_t p = column; p < end; p += unit)
             for (int r = 0; r < rows; r += MAX_ROWS) {

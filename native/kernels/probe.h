@@ -27,11 +27,18 @@ static int64_t probe_products(int64_t rounds, float *sink) {
     NF c[CHAINS];
     const NF a = nsplat(sink[0]), b = nsplat(sink[1]);
     for (int j = 0; j < CHAINS; j++) c[j] = nsplat(sink[j]);
+#if defined(__AVX512BF16__)
+    constexpr int PAIR = 2;
+    const auto step = [&](NF x) { return (NF)_mm512_dpbf16_ps((__m512)x, (__m512bh)a, (__m512bh)b); };
+#else
+    constexpr int PAIR = 1;
+    const auto step = [&](NF x) { return fused(x, a, b); };
+#endif
     for (int64_t i = 0; i < rounds; i++)
 #pragma GCC unroll 12
-        for (int j = 0; j < CHAINS; j++) c[j] = fused(c[j], a, b);
+        for (int j = 0; j < CHAINS; j++) c[j] = step(c[j]);
     for (int j = 0; j < CHAINS; j++) sink[j] += c[j][0];
-    return rounds * CHAINS * OCTAVO_WIDTH * 2;
+    return rounds * CHAINS * OCTAVO_WIDTH * PAIR * 2;
 #endif
 }
 

@@ -30,6 +30,46 @@ template <> struct Panel<float> {
         *odd = load<NF>(b + LANES + v * OCTAVO_WIDTH);
     }
 };
+
+// What rows are read as: float32 values, or `Woven` ones where both sides are bfloat16 and an instruction multiplies pairs of those.
+// VDPBF16PS adds the product of the upper halves, then that of the lower ones, each sum rounded and denormals zero: two links of one
+// chain, and thus the contract (tests/native/test_bf16_pairs.py; asked of the CPU at start, arch/avx512_bf16.cpp). So a word holds
+// two successive even, or odd, k: rows are written that way, words of panels are woven in registers.
+struct Woven {  // each four values as 2 0 3 1
+    bf16 bits;
+};
+template <class E, class S> struct OperandOf {
+    typedef float type;
+};
+#if defined(__AVX512BF16__)
+template <> struct OperandOf<bf16, bf16> {
+    typedef Woven type;
+};
+template <class S> struct Weave;  // of four rows of a panel, the words of the even and of the odd k
+template <> struct Weave<bf16> {
+    FN void quad(const bf16 *b, NU *even, NU *odd) {
+        const NU first = load<NU>(b), second = load<NU>(b + 2 * LANES);
+        *even = (first << 16) | (second & 0x0000ffffu);
+        *odd = (first & 0xffff0000u) | (second >> 16);
+    }
+};
+#endif
+template <class E, class S = E> using Operand = typename OperandOf<E, S>::type;
+FN void store_act(Woven *p, F x) {
+    const H h = __builtin_convertvector(round_bits(x) >> 16, H);
+    store(p, __builtin_shufflevector(h, h, 2, 0, 3, 1, 6, 4, 7, 5, 10, 8, 11, 9, 14, 12, 15, 13));
+}
+FN void expand(Woven *dst, const bf16 *src, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        const H h = load<H>(src + i);
+        store(dst + i, __builtin_shufflevector(h, h, 2, 0, 3, 1, 6, 4, 7, 5, 10, 8, 11, 9, 14, 12, 15, 13));
+    }
+}
+FN void expand(float *dst, const bf16 *src, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) store<F>(dst + i, load_act(src + i));
+}
+FN void expand(float *dst, const float *src, int64_t n) { __builtin_memcpy(dst, src, (size_t)n * 4); }
+
 template <class E> FN NF multiply_add(NF a, NF b, NF c) {
     if constexpr (sizeof(E) == 2) return fused(a, b, c);
     return a * b + c;
@@ -69,9 +109,41 @@ FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int6
             for (int v = 0; v < NV; v++) c[p][r][v] += e[p][r][v] + o[p][r][v];
 }
 
-// out[panel·out_stride + row·ldo + 16] = rows · panels over kp products.
-template <class E, int MR, int NP, class S>
-static __attribute__((noinline)) void product(const float *a, int64_t lda, const S *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
+#if defined(__AVX512BF16__)
+template <class E, int MR, int NP, int KB, class S>
+FN void group(NF (&c)[NP][MR][NV], const Woven *a, int64_t lda, const S *b, int64_t stride, int64_t ahead) {
+    NF e[NP][MR] = {}, o[NP][MR] = {};
+#pragma GCC unroll 2
+    for (int k = 0; k < KB; k += 4) {
+#pragma GCC unroll 4
+        for (int p = 0; p < NP; p++) {
+            const S *bp = b + p * stride + k * LANES;
+            if (ahead)
+                for (int i = 0; i < (int)sizeof(S); i++) __builtin_prefetch((const char *)(bp + ahead) + i * 64, 0, 2);
+            NU even, odd;
+            Weave<S>::quad(bp, &even, &odd);
+            const auto link = [&](NF sum, NU w, const Woven *x) __attribute__((always_inline)) {
+                int32_t pair;
+                __builtin_memcpy(&pair, x, 4);
+                return (NF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(pair));
+            };
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) {
+                e[p][r] = link(e[p][r], even, a + r * lda + k);
+                o[p][r] = link(o[p][r], odd, a + r * lda + k + 2);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) c[p][r][0] += e[p][r] + o[p][r];
+}
+#endif
+
+// out[panel·out_stride + row·ldo + 16] = rows · panels over kp products. A: Operand<E, S>.
+template <class E, int MR, int NP, class A, class S>
+static __attribute__((noinline)) void product(const A *a, int64_t lda, const S *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
                                               int64_t out_stride, int64_t ldo) {
     NF c[NP][MR][NV] = {};
     for (int64_t k = 0; k < kp; k += KBLOCK) group<E, MR, NP, KBLOCK>(c, a + k, lda, b + k * LANES, stride, ahead);
@@ -81,8 +153,8 @@ static __attribute__((noinline)) void product(const float *a, int64_t lda, const
 }
 
 // The same for `np` panels in a row and any number of rows up to MAX_ROWS, as many panels in flight as registers allow.
-template <class E, class S>
-static void product_rows(int rows, int np, const float *a, int64_t lda, const S *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
+template <class E, class A, class S>
+static void product_rows(int rows, int np, const A *a, int64_t lda, const S *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
                          int64_t out_stride, int64_t ldo) {
     int p = 0;
 #define OCTAVO_FLY(MR, NP)                                                                                  \
@@ -119,8 +191,8 @@ static void product_rows(int rows, int np, const float *a, int64_t lda, const S 
 
 // Products over tokens: out[row·ldo + 16] = Σ over n blocks of p[row][16·block …] · v[block] (a panel of 16 tokens × 16 dims,
 // `offset` bytes behind v[block]). `next` (or null): the blocks whose same part is fetched into the second cache meanwhile.
-template <class E, class S, int MR>
-static __attribute__((noinline)) void mix(const float *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out,
+template <class E, class S, int MR, class A>
+static __attribute__((noinline)) void mix(const A *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out,
                                           int64_t ldo) {
     NF c[1][MR][NV] = {};
     for (int j = 0; j < n; j++)
@@ -128,8 +200,8 @@ static __attribute__((noinline)) void mix(const float *p, int64_t ldp, const cha
     for (int r = 0; r < MR; r++)
         for (int w = 0; w < NV; w++) store<NF>(out + r * ldo + w * OCTAVO_WIDTH, c[0][r][w]);
 }
-template <class E, class S>
-static void mix_rows(int rows, const float *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out, int64_t ldo) {
+template <class E, class S, class A>
+static void mix_rows(int rows, const A *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out, int64_t ldo) {
     switch (rows) {
         case 1: mix<E, S, 1>(p, ldp, v, next, offset, n, out, ldo); break;
         case 2: mix<E, S, 2>(p, ldp, v, next, offset, n, out, ldo); break;
