@@ -338,27 +338,52 @@ template <class E, class S> static void begin_tile(const Op &op, const Run &run,
     });
 }
 
-// Scores, probabilities and output of one partition. `table`: the sequence's blocks; `unit`: where the KV head's lies in block 0.
-template <class E, class S>
-static void partition(const Run &run, QueryTile *tile, int tiles, const int32_t *table, const char *unit, int64_t base, const Partial *here) {
-    const QueryTile &final = tile[tiles - 1];
-    const int64_t low = tile->low[0], high = final.high[final.rows - 1];  // both rise with the row
-    const int from = base < low ? (int)((low - base) / TOKENS) : 0;
-    const int to = high - base < PARTITION ? (int)((high - base) / TOKENS + 1) : PARTITION / TOKENS;
-    const char *k[PARTITION / TOKENS], *next[PARTITION / TOKENS];
-    const int64_t last = high / TOKENS;  // what lies behind it is another's, or no block
-    const bool more = base + PARTITION <= high;
+// What a task reads: tokens low … high of its sequence, and of these, partitions from … to.
+struct Reach {
+    const int32_t *table;  // the sequence's blocks
+    const char *unit;      // where the KV head's lies in block 0
+    int64_t low, high, first, count, from, to;
+};
+template <class S> FN Reach reach_of(const Op &op, const Run &run, const Tile &work, int64_t g) {
+    const int64_t per = op.n[2] / op.n[3], window = op.n[7], start = run.step.q_start[work.seq];
+    const int64_t token = run.step.positions[start + work.row / per];  // of the first row; tokens rise with the row
+    Reach r;
+    r.table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
+    r.unit = run.kv + op.n[6] + g * kv_unit<S>(op.n[5]);
+    r.low = window > 0 && token >= window ? token - window + 1 : 0, r.high = run.step.positions[start + (work.row + work.rows - 1) / per];
+    r.first = r.low / PARTITION, r.count = r.high / PARTITION - r.first + 1;
+    r.from = r.first + r.count * work.piece / work.pieces, r.to = r.first + r.count * (work.piece + 1) / work.pieces;
+    return r;
+}
+// The blocks of one partition, where the head's K lies in each.
+struct Blocks {
+    const char *at[PARTITION / TOKENS];
+    int from = 0, to = 0;
+};
+FN Blocks blocks_of(const Run &run, const Reach &reach, int64_t partition) {
+    const int64_t base = partition * PARTITION;
+    Blocks b;
+    b.from = base < reach.low ? (int)((reach.low - base) / TOKENS) : 0;
+    b.to = reach.high - base < PARTITION ? (int)((reach.high - base) / TOKENS + 1) : PARTITION / TOKENS;
+    for (int j = b.from; j < b.to; j++) b.at[j] = reach.unit + (size_t)reach.table[base / TOKENS + j] * run.block_bytes;
+    return b;
+}
+
+// Scores, probabilities and output of one partition. `then`: the blocks that this thread reads next, fetched meanwhile.
+template <class E, class S> static void partition(QueryTile *tile, int tiles, int64_t base, const Blocks &now, const Blocks &then, const Partial *here) {
+    const int from = now.from, to = now.to;
+    const char *const *k = now.at, *next[PARTITION / TOKENS];
     for (int j = from; j < to; j++) {
-        const int64_t then = base / TOKENS + PARTITION / TOKENS + j;
-        if (more) next[j] = unit + (size_t)table[then < last ? then : last] * run.block_bytes;
-        k[j] = unit + (size_t)table[base / TOKENS + j] * run.block_bytes;
+        if (then.to > 0) next[j] = then.at[j - from < then.to - then.from ? then.from + j - from : then.to - 1];
         if constexpr (Stored<S>::scaled) {
-            const bf16 *scales = (const bf16 *)(k[j] + 2 * kv_half<S>(tile->dp));
+            const int64_t at = 2 * kv_half<S>(tile->dp);
+            const bf16 *scales = (const bf16 *)(k[j] + at);
+            if (then.to > 0) __builtin_prefetch(next[j] + at, 0, 2);
             store<F>(tile->ks + j * TOKENS, load_act(scales) * Stored<S>::unit);
             store<F>(tile->vs + j * TOKENS, load_act(scales + TOKENS) * Stored<S>::unit);
         }
     }
-    const char *const *ahead = more ? next : nullptr;
+    const char *const *ahead = then.to > 0 ? next : nullptr;
 #ifdef OCTAVO_AMX
     if constexpr (sizeof(E) == 2 && sizeof(S) == 2) if (tile->matrix) {
         tiles == 1 ? score_matrix<1>(tile, k, ahead, from, to) : score_matrix<2>(tile, k, ahead, from, to);
@@ -388,8 +413,9 @@ template <class E> static void finish_tile(const Op &op, const Run &run, const Q
     });
 }
 
-// One task. tile: [QTILES] with memory, scratch: that of as many partials.
-template <class E, class S> static void attend(const Op &op, const Run &run, QueryTile *tile, const Tile &work, int64_t g, float *scratch) {
+// One task. tile: [QTILES] with memory, scratch: that of as many partials. `behind`: what this thread reads first of its next task.
+template <class E, class S>
+static void attend(const Op &op, const Run &run, QueryTile *tile, const Tile &work, int64_t g, const Blocks &behind, float *scratch) {
     const int64_t dp = tile->dp;
     const int tiles = (work.rows + QROWS - 1) / QROWS;
     for (int i = 0; i < tiles; i++) {
@@ -398,31 +424,32 @@ template <class E, class S> static void attend(const Op &op, const Run &run, Que
         tile[i].matrix = matrix_units<E, S>(work.rows);
         begin_tile<E, S>(op, run, tile[i], work.seq, g);
     }
-    const int32_t *table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
-    const char *unit = run.kv + op.n[6] + g * kv_unit<S>(dp);
-    const int64_t first = tile->low[0] / PARTITION, count = tile[tiles - 1].high[tile[tiles - 1].rows - 1] / PARTITION - first + 1;
+    const Reach reach = reach_of<S>(op, run, work, g);
     Partial here[QTILES];
-    const auto combine_all = [&](int64_t i) {
-        for (int n = 0; n < tiles; n++) combine(tile[n], (first + i) * PARTITION, here[n]);
+    const auto place = [&](int64_t i) {  // of partition i's results
+        for (int n = 0; n < tiles; n++)
+            if (work.pieces > 1) {
+                const Split &split = run.splits[work.split];
+                here[n] = partial_at(split.at + ((g * split.partitions + i - reach.first) * tiles + n) * partial_floats(dp), dp);
+            } else {
+                here[n] = i == reach.first ? so_far(tile[n]) : partial_at(scratch + n * partial_floats(dp), dp);
+            }
     };
-    if (work.pieces == 1) {
-        for (int64_t i = 0; i < count; i++) {
-            for (int n = 0; n < tiles; n++) here[n] = i == 0 ? so_far(tile[n]) : partial_at(scratch + n * partial_floats(dp), dp);
-            partition<E, S>(run, tile, tiles, table, unit, (first + i) * PARTITION, here);
-            combine_all(i);
-        }
-    } else {
-        const Split &split = run.splits[work.split];
-        const auto kept = [&](int64_t i) {
-            for (int n = 0; n < tiles; n++) here[n] = partial_at(split.at + ((g * split.partitions + i) * tiles + n) * partial_floats(dp), dp);
-        };
-        for (int64_t i = count * work.piece / work.pieces; i < count * (work.piece + 1) / work.pieces; i++) {
-            kept(i);
-            partition<E, S>(run, tile, tiles, table, unit, (first + i) * PARTITION, here);
-        }
-        if (__atomic_add_fetch(split.done + g, 1, __ATOMIC_ACQ_REL) < work.pieces) return;
-        __atomic_store_n(split.done + g, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
-        for (int64_t i = 0; i < count; i++) kept(i), combine_all(i);
+    const auto combine_all = [&](int64_t i) {
+        for (int n = 0; n < tiles; n++) combine(tile[n], i * PARTITION, here[n]);
+    };
+    Blocks now = blocks_of(run, reach, reach.from), then;
+    for (int64_t i = reach.from; i < reach.to; i++, now = then) {
+        then = i + 1 < reach.to ? blocks_of(run, reach, i + 1) : behind;
+        place(i);
+        partition<E, S>(tile, tiles, i * PARTITION, now, then, here);
+        if (work.pieces == 1) combine_all(i);
+    }
+    if (work.pieces > 1) {
+        int32_t *done = run.splits[work.split].done + g;
+        if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < work.pieces) return;
+        __atomic_store_n(done, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
+        for (int64_t i = reach.first; i < reach.first + reach.count; i++) place(i), combine_all(i);
     }
     for (int n = 0; n < tiles; n++) finish_tile<E>(op, run, tile[n], work.seq, g);
 }
@@ -443,9 +470,15 @@ template <class E, class S> static void attention(const Op &op, const Run &run, 
     if (sizeof(E) == 2 && sizeof(S) == 2) configure(true);
 #endif
     const int64_t tasks = run.num_tiles * groups;
-    for (int64_t task; (task = next_task(part.counter)) < tasks;) {
-        task = tasks - 1 - task;  // a sequence's last tile sees the most tokens: first
-        attend<E, S>(op, run, tile, run.tiles[task / groups], task % groups, scratch);
+    const auto take = [&] { return tasks - 1 - next_task(part.counter); };  // a sequence's last tile sees the most tokens: first
+    for (int64_t task = take(), next; task >= 0; task = next) {
+        next = take();
+        Blocks behind;
+        if (next >= 0) {
+            const Reach reach = reach_of<S>(op, run, run.tiles[next / groups], next % groups);
+            behind = blocks_of(run, reach, reach.from);
+        }
+        attend<E, S>(op, run, tile, run.tiles[task / groups], task % groups, behind, scratch);
     }
 #ifdef OCTAVO_AMX
     if (sizeof(E) == 2 && sizeof(S) == 2) configure(false);

@@ -94,11 +94,15 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
     const char *rows = (const char *)op.p[7] + part.row0 * bytes;
     const uint8_t *w = (const uint8_t *)op.p[1];
     float acc[4 * QUANT_ROWS * LANES] __attribute__((aligned(64)));
-    // Rows `from` … `to` times np panels from p on; `ahead`: bytes to the panels that follow.
-    const auto compute = [&](int64_t from, int64_t to, int64_t p, int np, int64_t ahead) {
+    // Rows `from` … `to` times np panels from p on. Meanwhile the `more` panels from `then` on are fetched, which this thread reads next.
+    const auto compute = [&](int64_t from, int64_t to, int64_t p, int np, int64_t then, int64_t more) {
+        const bool once = to - from <= QUANT_ROWS;  // few rows: line by line, beside the same lines of these panels
+        Fetch fetch = {(const char *)w + then * stride, (const char *)w + (once ? then : then + more) * stride};
+        const int64_t lines = more * stride / 64 * QUANT_ROWS / (to - from) + 1;
         for (int64_t r = from; r < to; r += QUANT_ROWS) {
             const int n = to - r < QUANT_ROWS ? (int)(to - r) : QUANT_ROWS;
-            QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, r == from ? ahead : 0, acc, QUANT_ROWS * LANES);
+            fetch_some(fetch, lines);
+            QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, once ? (then - p) * stride : 0, acc, QUANT_ROWS * LANES);
             finish<E>(op, part.row0 + r, n, first + p, np, acc, QUANT_ROWS * LANES);
         }
     };
@@ -112,13 +116,18 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
             rows = scratch;
         }
         const int fly = part.rows <= 2 ? 4 : fused ? unit : 2;
-        for (int64_t p = from; p < to; p += fly) compute(0, part.rows, p, to - p < fly ? (int)(to - p) : fly, fly * stride);
+        const auto width = [&](int64_t p) { return to - p < fly ? (int)(to - p) : fly; };
+        for (int64_t p = from; p < to; p += fly) compute(0, part.rows, p, width(p), p + fly, p + fly < to ? width(p + fly) : 0);
     } else {  // tasks of FEW_ROWS rows × 4 panels; a panel stays in the caches while rows pass by
         const int64_t columns = (op.n[2] + 3) / 4, chunks = (part.rows + FEW_ROWS - 1) / FEW_ROWS;
-        for (int64_t task; (task = next_task(part.counter)) < columns * chunks;) {
-            const int64_t row0 = task / columns * FEW_ROWS, column = task % columns * 4;
+        for (int64_t next = next_task(part.counter); next < columns * chunks;) {
+            const int64_t row0 = next / columns * FEW_ROWS, column = next % columns * 4;
+            next = next_task(part.counter);
             const int64_t end = column + 4 < op.n[2] ? column + 4 : op.n[2], last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows;
-            for (int64_t p = column; p < end; p += 2) compute(row0, last, p, end - p < 2 ? (int)(end - p) : 2, 0);
+            for (int64_t p = column; p < end; p += 2) {
+                const int64_t then = p + 2 < end ? p + 2 : next < columns * chunks ? next % columns * 4 : op.n[2];
+                compute(row0, last, p, end - p < 2 ? (int)(end - p) : 2, then, op.n[2] - then < 2 ? op.n[2] - then : 2);
+            }
         }
     }
 }

@@ -145,9 +145,21 @@ FN void quantize_row(const LayoutInfo &l, const float *x, int64_t kp, char *row)
     }
 }
 
-// d += codes · activations for quads Q0 … Q1 of the block of 32 k at k.
+// Where MR rows begin. The compiler may not know that they lie `ld` apart: it would compute an address for each load.
+template <int MR> struct RowStarts {
+    const char *at[MR];
+    __attribute__((always_inline)) explicit RowStarts(const ActRows &a) {
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) {
+            at[r] = a.row + r * a.ld;
+            asm("" : "+r"(at[r]));
+        }
+    }
+};
+
+// d += codes · activations for quads Q0 … Q1 of a block of 32 k, whose activations begin at byte `k` of the rows.
 template <int ID, int MR, int NP, int Q0, int Q1>
-FN void quads(NI (&d)[NP][MR][NV], const char *a, int64_t ld, const uint8_t *block, int64_t stride, int64_t ahead) {
+FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint8_t *block, int64_t stride, int64_t ahead) {
     constexpr LayoutInfo L = LAYOUTS[ID];
     if (ahead)
 #pragma GCC unroll 4
@@ -162,14 +174,14 @@ FN void quads(NI (&d)[NP][MR][NV], const char *a, int64_t ld, const uint8_t *blo
             for (int v = 0; v < NV; v++) {
                 const Quad w = split(quad_of<L.bits>(block + p * stride, q, v));
 #pragma GCC unroll 8
-                for (int r = 0; r < MR; r++) d[p][r][v] = dot4(d[p][r][v], w, a + r * ld + q * QUAD);
+                for (int r = 0; r < MR; r++) d[p][r][v] = dot4(d[p][r][v], w, a.at[r] + k + q * QUAD);
             }
 }
 
-template <int ID, int MR, int NP> FN void start_step(NI (&d)[NP][MR][NV], const ActRows &a, int64_t s) {
+template <int ID, int MR, int NP> FN void start_step(NI (&d)[NP][MR][NV], const RowStarts<MR> &rows, const ActRows &a, int64_t s) {
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++) {
-        const NI zero = LAYOUTS[ID].zero ? nisplat(((const int32_t *)(a.row + r * a.ld + a.zeros))[s]) : NI{};
+        const NI zero = LAYOUTS[ID].zero ? nisplat(*(const int32_t *)(rows.at[r] + (a.zeros + s * 4))) : NI{};
 #pragma GCC unroll 4
         for (int p = 0; p < NP; p++)
 #pragma GCC unroll 4
@@ -178,7 +190,7 @@ template <int ID, int MR, int NP> FN void start_step(NI (&d)[NP][MR][NV], const 
 }
 
 template <int ID, int MR, int NP>
-FN void end_step(NF (&c)[NP][MR][NV], const NI (&d)[NP][MR][NV], const ActRows &a, int64_t s, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead) {
+FN void end_step(NF (&c)[NP][MR][NV], const NI (&d)[NP][MR][NV], const RowStarts<MR> &rows, const ActRows &a, int64_t s, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead) {
     constexpr LayoutInfo L = LAYOUTS[ID];
     (void)ahead;
 #pragma GCC unroll 4
@@ -189,11 +201,10 @@ FN void end_step(NF (&c)[NP][MR][NV], const NI (&d)[NP][MR][NV], const ActRows &
             scales_of<ID>(w + p * stride, kp, s, v, &scale, &minimum);
 #pragma GCC unroll 8
             for (int r = 0; r < MR; r++) {
-                const char *row = a.row + r * a.ld;
-                NF t = __builtin_convertvector(d[p][r][v], NF) * ((const float *)(row + a.scale))[s];
+                NF t = __builtin_convertvector(d[p][r][v], NF) * *(const float *)(rows.at[r] + (a.scale + s * 4));
                 if constexpr (L.scale != SCALE_COLUMN) t = t * scale;
                 c[p][r][v] = c[p][r][v] + t;
-                if constexpr (has_minimum(L)) c[p][r][v] = c[p][r][v] + minimum * ((const float *)(row + a.sums))[s];
+                if constexpr (has_minimum(L)) c[p][r][v] = c[p][r][v] + minimum * *(const float *)(rows.at[r] + (a.sums + s * 4));
             }
         }
 }
@@ -204,6 +215,7 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
                                                     int64_t out_stride) {
     constexpr LayoutInfo L = LAYOUTS[ID];
     const ActRows a = rows;
+    const RowStarts<MR> starts(a);
     const uint8_t *codes = w + scale_bytes(L, kp);
     if (ahead)
         for (int p = 0; p < NP; p++)
@@ -211,20 +223,20 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
     NF c[NP][MR][NV] = {};
     NI d[NP][MR][NV];
     for (int64_t k = 0, s = 0; k < kp; s++) {
-        start_step<ID, MR, NP>(d, a, s);
+        start_step<ID, MR, NP>(d, starts, a, s);
         if constexpr (L.step >= 32) {
             const int64_t end = k + L.step < kp ? k + L.step : kp;
-            for (; k < end; k += 32) quads<ID, MR, NP, 0, 8>(d, a.row + k / 4 * QUAD, a.ld, codes + k / 32 * code_bytes(L), stride, ahead);
+            for (; k < end; k += 32) quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * QUAD, codes + k / 32 * code_bytes(L), stride, ahead);
         } else {
-            const char *at = a.row + k / 4 * QUAD;
+            const int64_t at = k / 4 * QUAD;
             const uint8_t *block = codes + k / 32 * code_bytes(L);
-            quads<ID, MR, NP, 0, 4>(d, at, a.ld, block, stride, ahead);
-            end_step<ID, MR, NP>(c, d, a, s++, w, stride, kp, ahead);
-            start_step<ID, MR, NP>(d, a, s);
-            quads<ID, MR, NP, 4, 8>(d, at, a.ld, block, stride, ahead);
+            quads<ID, MR, NP, 0, 4>(d, starts, at, block, stride, ahead);
+            end_step<ID, MR, NP>(c, d, starts, a, s++, w, stride, kp, ahead);
+            start_step<ID, MR, NP>(d, starts, a, s);
+            quads<ID, MR, NP, 4, 8>(d, starts, at, block, stride, ahead);
             k += 32;
         }
-        end_step<ID, MR, NP>(c, d, a, s, w, stride, kp, ahead);
+        end_step<ID, MR, NP>(c, d, starts, a, s, w, stride, kp, ahead);
     }
     for (int p = 0; p < NP; p++)
         for (int r = 0; r < MR; r++)

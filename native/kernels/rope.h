@@ -46,6 +46,7 @@ FN void rotate(const float *x, const float *table, int64_t half, int64_t ahead, 
 
 // rope_store. p: qkv [T][ld], table, q out, positions' kv_slots, bias of qkv or null, inv_freq. n: rows kind, ld of qkv, ld of q, H,
 // G, D, Dp, offset of the layer in a block (bytes), KV type. E: act; S: what the cache stores.
+constexpr int64_t SOON = 3;  // so many tokens ahead, the cache's lines are fetched
 template <class E, class S> static void rope_store(const Op &op, const Run &run, const Part &part) {
     const float *qkv = (const float *)op.p[0], *table = (const float *)op.p[1];
     E *q = (E *)op.p[2];
@@ -57,7 +58,16 @@ template <class E, class S> static void rope_store(const Op &op, const Run &run,
     Stage<S> stage(dp);
     int64_t from, to;
     share(rows * groups, part.thread, run.threads, &from, &to);
+    // Where token i of the share goes: all lines of K, and of V those of the token. In a step that decodes each is in another block.
+    const auto unit_of = [&](int64_t i) { return run.kv + (size_t)(slots[i % rows] / TOKENS) * run.block_bytes + op.n[7] + i / rows * kv_unit<S>(dp); };
+    const auto fetch = [&](int64_t i) {
+        const char *unit = unit_of(i), *v = unit + kv_half<S>(dp) + slots[i % rows] % TOKENS * kv_half<S>(1) / TOKENS * LANES / 64 * 64;
+        for (int64_t b = 0; b < kv_half<S>(dp); b += 64) __builtin_prefetch(unit + b, 1);
+        for (int64_t c = 0; c < dp; c += LANES) __builtin_prefetch(v + kv_half<S>(c), 1);
+    };
     for (int64_t i = from, n; i < to; i += n) {
+        const int64_t soon = i + (i % rows + 1 < rows && slots[i % rows + 1] == slots[i % rows] + 1 ? TOKENS : SOON);
+        if (soon < to) fetch(soon);
         const int64_t first = i % rows, g = i / rows, token = slots[first] % TOKENS;
         const int64_t most = TOKENS - token < rows - first ? TOKENS - token : rows - first;
         for (n = 0; n < most && i + n < to && slots[first + n] == slots[first] + n;) {  // the next tokens of the block
@@ -77,7 +87,6 @@ template <class E, class S> static void rope_store(const Op &op, const Run &run,
             stage.take(n++, y, value);
             if (run.zero_tail[t]) break;
         }
-        char *unit = run.kv + (size_t)(slots[first] / TOKENS) * run.block_bytes + op.n[7] + g * kv_unit<S>(dp);
-        stage.write(unit, token, n, run.zero_tail[first + n - 1]);
+        stage.write(unit_of(i), token, n, run.zero_tail[first + n - 1]);
     }
 }

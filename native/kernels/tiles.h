@@ -70,14 +70,6 @@ static void configure(bool attention) {
     tile_config(&c);
 }
 
-// A run of memory that is fetched into the second cache, some lines at a time.
-struct Fetch {
-    const char *at = nullptr, *end = nullptr;
-};
-FN void fetch_some(Fetch &fetch, int lines) {
-    for (; lines > 0 && fetch.at < fetch.end; lines--, fetch.at += 64) __builtin_prefetch(fetch.at, 0, 2);
-}
-
 // `ahead`: elements to what these streams need next, fetched into the second cache meanwhile; 0: none.
 FN void fetch_tile(const bf16 *p, int64_t ahead) {
     if (ahead)

@@ -148,6 +148,14 @@ template <bool SMALL> FN F exp_of(F x) {
 FN F exp16(F x) { return exp_of<false>(x); }
 FN F exp_small(F x) { return exp_of<true>(x); }
 
+// A run of memory that is fetched into the second cache, some lines at a time: memory then has all the time of what is computed meanwhile.
+struct Fetch {
+    const char *at = nullptr, *end = nullptr;
+};
+FN void fetch_some(Fetch &fetch, int64_t lines) {
+    for (; lines > 0 && fetch.at < fetch.end; lines--, fetch.at += 64) __builtin_prefetch(fetch.at, 0, 2);
+}
+
 // Next task of an op that hands them out one by one.
 FN int32_t next_task(int32_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 // This thread's share of n things, in one piece.
