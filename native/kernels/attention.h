@@ -103,20 +103,17 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
         p = seen(tile, r, base + j * TOKENS, p * load<F>(tile.vs + j * TOKENS), 0.0f);
         return Stored<S>::integer ? p : round_act<E>(p);
     };
-    if (sizeof(E) == 2 && sizeof(S) == 2 && tile.matrix) {
-        bf16 *out = (bf16 *)s;
+    const auto halves = [&](auto *out) {
         int j = from;
         for (; j + 2 <= to; j += 2) {
             const F p = weight(j);
             store_halves(out + j * TOKENS, p, weight(j + 1));
         }
-        if (j < to) store<H>(out + j * TOKENS, __builtin_convertvector(f_to_bits(weight(j)) >> 16, H));
+        if (j < to) store_halves(out + j * TOKENS, weight(j));
         return sum;
-    }
-    if constexpr (woven<E, S>) {
-        for (int j = from; j < to; j++) store_act((Woven *)s + j * TOKENS, weight(j));
-        return sum;
-    }
+    };
+    if constexpr (woven<E, S>) return halves((Woven *)s);
+    if (sizeof(E) == 2 && sizeof(S) == 2 && tile.matrix) return halves((bf16 *)s);
     I most = {};  // bits of the largest magnitude; a NaN's exceed all
     for (int j = from; j < to; j++) {
         const F p = weight(j);

@@ -55,15 +55,10 @@ template <> struct Weave<bf16> {
 };
 #endif
 template <class E, class S = E> using Operand = typename OperandOf<E, S>::type;
-FN void store_act(Woven *p, F x) {
-    const H h = __builtin_convertvector(round_bits(x) >> 16, H);
-    store(p, __builtin_shufflevector(h, h, 2, 0, 3, 1, 6, 4, 7, 5, 10, 8, 11, 9, 14, 12, 15, 13));
-}
+FN H weave(H h) { return __builtin_shufflevector(h, h, 2, 0, 3, 1, 6, 4, 7, 5, 10, 8, 11, 9, 14, 12, 15, 13); }
+FN void store_act(Woven *p, F x) { store(p, weave(__builtin_convertvector(round_bits(x) >> 16, H))); }
 FN void expand(Woven *dst, const bf16 *src, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        const H h = load<H>(src + i);
-        store(dst + i, __builtin_shufflevector(h, h, 2, 0, 3, 1, 6, 4, 7, 5, 10, 8, 11, 9, 14, 12, 15, 13));
-    }
+    for (int64_t i = 0; i < n; i += LANES) store(dst + i, weave(load<H>(src + i)));
 }
 FN void expand(float *dst, const bf16 *src, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) store<F>(dst + i, load_act(src + i));

@@ -25,13 +25,19 @@ FN F exp_rounded(F x) {
     return bits_to_f(round_bits(exp_small(x)));
 }
 
-// Two successive vectors of bfloat16 values, without what is 0 of their bits.
-FN void store_halves(bf16 *out, F a, F b) {
+// bfloat16 values without what is 0 of their bits; two successive vectors of such. T: bf16 or Woven.
+template <class T> FN void store_halves(T *out, F a) {
+    const H h = __builtin_convertvector(f_to_bits(a) >> 16, H);
+    store<H>(out, __is_same(T, Woven) ? weave(h) : h);
+}
+template <class T> FN void store_halves(T *out, F a, F b) {
 #if defined(__AVX512BW__)
-    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both = _mm512_packus_epi32((__m512i)(f_to_bits(a) >> 16), (__m512i)(f_to_bits(b) >> 16));
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    __m512i both = _mm512_packus_epi32((__m512i)(f_to_bits(a) >> 16), (__m512i)(f_to_bits(b) >> 16));
+    if (__is_same(T, Woven)) both = _mm512_shuffle_epi8(both, _mm512_broadcast_i32x4(_mm_setr_epi8(4, 5, 0, 1, 6, 7, 2, 3, 12, 13, 8, 9, 14, 15, 10, 11)));
     _mm512_storeu_si512(out, _mm512_maskz_permutexvar_epi64((__mmask8)-1, order, both));
 #else
-    store<H>(out, __builtin_convertvector(f_to_bits(a) >> 16, H));
-    store<H>(out + LANES, __builtin_convertvector(f_to_bits(b) >> 16, H));
+    store_halves(out, a);
+    store_halves(out + LANES, b);
 #endif
 }
