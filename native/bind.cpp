@@ -424,6 +424,7 @@ PyObject *program_run(PyObject *o, PyObject *const *args, Py_ssize_t n) {
 }
 PyObject *program_scratch(PyObject *o, void *) { return PyLong_FromSize_t(((ProgramObject *)o)->program->scratch_bytes()); }
 PyObject *program_busy(PyObject *o, void *) { return PyLong_FromLongLong(((ProgramObject *)o)->program->busy_ns()); }
+PyObject *program_shared(PyObject *o, void *) { return PyLong_FromLongLong(((ProgramObject *)o)->program->tokens_shared()); }
 PyObject *program_profile(PyObject *o, PyObject *args) {
     auto *self = (ProgramObject *)o;
     int on;
@@ -442,6 +443,8 @@ PyObject *program_profile(PyObject *o, PyObject *args) {
 }
 PyGetSetDef program_fields[] = {{"scratch_bytes", program_scratch, nullptr, "Scratch of all threads.", nullptr},
                                 {"busy_ns", program_busy, nullptr, "Nanoseconds spent in run() so far.", nullptr},
+                                {"tokens_shared", program_shared, nullptr,
+                                 "Tokens of context that sequences read together with others instead of for themselves, in all steps so far.", nullptr},
                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyMethodDef program_methods[] = {{"run", (PyCFunction)(void (*)(void))program_run, METH_FASTCALL, "run(segments): 1 forward, 2 sample, 3 both; without the GIL."},
                                  {"profile", program_profile, METH_VARARGS, "profile(on): nanoseconds of every op since the last call; whether to go on."},

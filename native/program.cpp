@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -59,16 +60,12 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
     run_.table_stride = (int32_t)b.table_stride, run_.top_stride = (int32_t)b.top_stride;
     run_.kv = (char *)b.kv, run_.block_bytes = (size_t)b.block_bytes;
     for (const Op &op : segments_[0])
-        if (op.code == OP_ATTENTION) kv_heads_ = op.n[3] > kv_heads_ ? op.n[3] : kv_heads_, head_pad_ = op.n[5] > head_pad_ ? op.n[5] : head_pad_;
+        if (op.code == OP_ATTENTION) kv_heads_ = op.n[3] > kv_heads_ ? op.n[3] : kv_heads_, head_pad_ = op.n[5] > head_pad_ ? op.n[5] : head_pad_, windows_ |= op.n[7] > 0;
     // Tiles that are cut have more than a PIECES-th of a thread's share each, so they are few, and so are their pieces.
-    const int64_t cuts = kv_heads_ && run_.threads > 1 ? PIECES * run_.threads : 0;
-    tiles_.resize((size_t)(b.cap_t * b.group / QROWS + b.cap_s + 1 + 2 * cuts));
-    splits_.reserve((size_t)cuts);
-    pieces_done_.resize((size_t)(cuts * kv_heads_));
-    if (cuts) {
-        const int64_t most = cuts * (b.table_stride * TOKENS / PARTITION + 1) * partial_floats(head_pad_) * QTILES * 4;
-        partials_bytes_ = (size_t)pad(most < (int64_t)PARTIALS ? most : (int64_t)PARTIALS, 4096);
-    }
+    const int64_t cuts = kv_heads_ && run_.threads > 1 ? PIECES * run_.threads : 0, partitions = b.table_stride * TOKENS / PARTITION + 1;
+    pieces_done_.resize((size_t)((cuts + b.cap_s) * kv_heads_));
+    const int64_t most = cuts * partials_of(QTILES * QROWS, partitions) + 2 * b.cap_s * partials_of(b.group, partitions);
+    partials_bytes_ = (size_t)pad(most < (int64_t)PARTIALS ? most : (int64_t)PARTIALS, 4096);
     zero_tail_.resize((size_t)b.cap_t);
     const int64_t tiles = b.cap_r / SAMPLE_ROWS + 1;
     op_ns_.resize(segments_[0].size() + segments_[1].size());
@@ -112,59 +109,127 @@ std::string Program::check_forward() const {
     return "";
 }
 
-// What a tile costs for a KV head, in rows of one partition; `last`: position of its last row.
-int64_t Program::cost_of(int64_t rows, int64_t last) const { return (last / PARTITION + 1) * (rows + READING); }
+// What rows cost for a KV head, in rows of one partition.
+static int64_t cost_of(int64_t rows, int64_t partitions) { return partitions * (rows + READING); }
 
-// One tile as a piece, or, where it is much of the whole work, as several pieces that share its partitions.
-void Program::add_tile(int32_t seq, int32_t row, int64_t rows, int64_t last, int64_t target) {
-    const int64_t partitions = last / PARTITION + 1, cost = cost_of(rows, last);
-    int64_t pieces = cost > target ? (cost + target - 1) / target : 1;
-    pieces = pieces < partitions ? pieces : partitions;
-    const int64_t bytes = kv_heads_ * partitions * ((rows + QROWS - 1) / QROWS) * partial_floats(head_pad_) * 4;
-    int32_t split = -1;
-    if (pieces > 1 && bytes <= partials_end_ - partials_free_) {
-        split = (int32_t)splits_.size();
-        splits_.push_back({(float *)partials_free_, (int32_t)partitions, pieces_done_.data() + split * kv_heads_});
-        partials_free_ += bytes;
+int64_t Program::partials_of(int64_t rows, int64_t partitions) const {  // bytes
+    return kv_heads_ * partitions * ((rows + QROWS - 1) / QROWS) * partial_floats(head_pad_, rows) * 4;
+}
+
+// A place for partial results; -1: there is no room left.
+int32_t Program::add_split(int32_t seq, int32_t row, int64_t rows, int64_t partitions) {
+    const int64_t bytes = partials_of(rows, partitions), split = (int64_t)splits_.size();
+    if (bytes > partials_end_ - partials_free_ || (split + 1) * kv_heads_ > (int64_t)pieces_done_.size()) return -1;
+    splits_.push_back({(float *)partials_free_, seq, row, (int32_t)rows, (int32_t)partitions, 0, pieces_done_.data() + split * kv_heads_});
+    partials_free_ += bytes;
+    return (int32_t)split;
+}
+
+// Rows as one piece, or, where they are much of the whole work, as several pieces that share their partitions, up to `end`.
+void Program::add_tiles(Tile tile, int64_t end, int64_t target) {
+    const int64_t partitions = end - tile.begin, cost = cost_of(tile.rows, partitions);
+    const int64_t pieces = cost > target ? (cost + target - 1) / target : 1;
+    tile.end = (int32_t)end, tile.pieces = (int32_t)(pieces < partitions ? pieces : partitions);
+    if (tile.shared < 0) {
+        if (tile.pieces > 1 && tile.split < 0) tile.split = add_split(tile.seq, tile.row, tile.rows, end);
+        if (tile.split < 0) tile.pieces = 1;
+        else splits_[(size_t)tile.split].pieces += tile.pieces;
     } else {
-        pieces = 1;
+        for (int64_t i = 0; i < tile.rows / bounds_.group; i++) splits_[(size_t)members_[(size_t)(tile.shared + i)].split].pieces += tile.pieces;
     }
-    for (int32_t piece = 0; piece < pieces; piece++) tiles_[(size_t)num_tiles_++] = {seq, row, (int32_t)rows, piece, (int32_t)pieces, split};
+    for (; tile.piece < tile.pieces; tile.piece++) tiles_.push_back(tile);
+}
+
+// Which sequences that decode have whole partitions of blocks in common: sorted by their blocks, they stand side by side. Nothing of it
+// depends on what the blocks mean, or changes a result.
+void Program::find_shared() {
+    const Step &s = run_.step;
+    shared_.clear(), order_.clear(), alike_.clear();
+    begin_.assign((size_t)run_.S, 0);
+    if (windows_ || !bounds_.group || bounds_.group > QROWS) return;
+    constexpr int64_t BLOCKS = PARTITION / TOKENS;
+    const auto table = [&](int32_t seq) { return run_.slots.block_table + s.seq_slot[seq] * bounds_.table_stride; };
+    const auto whole = [&](int32_t seq) { return s.positions[s.q_start[seq]] / PARTITION; };  // partitions in front of the last one
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < run_.S; i++)
+        if (s.q_start[i + 1] - s.q_start[i] == 1 && whole(i) > 0) order_.push_back(i), bytes += partials_of(bounds_.group, whole(i) + 1);
+    if (order_.size() < 2 || bytes > partials_end_ - partials_free_) return;  // their results find no room: each reads for itself
+    std::sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
+        const int order = memcmp(table(a), table(b), (size_t)((whole(a) < whole(b) ? whole(a) : whole(b)) * BLOCKS) * 4);
+        return order ? order < 0 : whole(a) < whole(b);
+    });
+    for (size_t k = 0; k + 1 < order_.size(); k++) {
+        const int32_t a = order_[k], b = order_[k + 1], most = whole(a) < whole(b) ? whole(a) : whole(b);
+        int32_t alike = 0;
+        while (alike < most && !memcmp(table(a) + alike * BLOCKS, table(b) + alike * BLOCKS, BLOCKS * 4)) alike++;
+        alike_.push_back(alike);
+    }
+    share(0, order_.size(), 0);
+}
+
+// Of order_[from … to), which have `begin` partitions in common: the further ones that all have, then what parts of them have.
+void Program::share(size_t from, size_t to, int32_t begin) {
+    if (to - from < 2) return;
+    const int32_t end = *std::min_element(alike_.begin() + (std::ptrdiff_t)from, alike_.begin() + (std::ptrdiff_t)to - 1);
+    if (end > begin) {
+        shared_.push_back({from, to, begin, end});
+        for (size_t k = from; k < to; k++) begin_[(size_t)order_[k]] = end;
+    }
+    for (size_t k = from, start = from; k < to; k++)
+        if (k + 1 == to || alike_[k] == end) share(start, k + 1, end), start = k + 1;
 }
 
 // Cuts the attention work into tiles, and marks the tokens behind which a fresh block's V must be cleared.
 void Program::plan_attention() {
     const Step &s = run_.step;
-    num_tiles_ = 0;
-    splits_.clear();
+    tiles_.clear(), splits_.clear(), members_.clear();
     partials_free_ = partials_;
     memset(zero_tail_.data(), 0, (size_t)run_.T);
+    find_shared();
     // Wide ones read less, where there are enough of them to be shared out evenly.
     const bool wide = run_.T * bounds_.group * kv_heads_ >= QTILES * QROWS * PIECES * run_.threads;
     const int64_t most = wide ? QTILES * QROWS : QROWS;
-    // Each tile's rows and the position of the last of them; the target is of all KV heads, so their number cancels.
-    const auto each = [&](auto &&visit) {
+    // Each tile's rows, and the end of the partitions that they see; the target is of all KV heads, so their number cancels.
+    const auto own = [&](auto &&visit) {
         for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
             const int32_t first = s.q_start[i];
             const int64_t total = (s.q_start[i + 1] - first) * bounds_.group;
             for (int64_t row = 0; row < total; row += most) {
                 const int64_t rows = total - row < most ? total - row : most;
-                visit(i, (int32_t)row, rows, (int64_t)s.positions[first + (row + rows - 1) / bounds_.group]);
+                visit(i, (int32_t)row, rows, (int64_t)s.positions[first + (row + rows - 1) / bounds_.group] / PARTITION + 1);
             }
         }
+    };
+    // The same of those that are shared: as many sequences as fit a task.
+    const auto together = [&](auto &&visit) {
+        const size_t fit = bounds_.group ? (size_t)(QTILES * QROWS / bounds_.group) : 1;
+        for (const Shared &part : shared_)
+            for (size_t k = part.from; k < part.to; k += fit) visit(part, k, part.to - k < fit ? part.to - k : fit);
     };
     int64_t target = INT64_MAX;
     if (run_.threads > 1) {
         int64_t cost = 0;
-        each([&](int32_t, int32_t, int64_t rows, int64_t last) { cost += cost_of(rows, last); });
+        own([&](int32_t seq, int32_t, int64_t rows, int64_t end) { cost += cost_of(rows, end - begin_[(size_t)seq]); });
+        together([&](const Shared &part, size_t, size_t n) { cost += cost_of((int64_t)n * bounds_.group, part.end - part.begin); });
         target = cost * kv_heads_ / (PIECES * run_.threads) + 1;
     }
-    each([&](int32_t seq, int32_t row, int64_t rows, int64_t last) { add_tile(seq, row, rows, last, target); });
+    split_of_.assign((size_t)run_.S, -1);
+    for (int32_t i = 0; i < run_.S; i++)
+        if (begin_[(size_t)i] > 0) split_of_[(size_t)i] = add_split(i, 0, bounds_.group, s.positions[s.q_start[i]] / PARTITION + 1);
+    own([&](int32_t seq, int32_t row, int64_t rows, int64_t end) {
+        add_tiles({seq, row, (int32_t)rows, begin_[(size_t)seq], 0, 0, 1, split_of_[(size_t)seq], -1}, end, target);
+    });
+    together([&](const Shared &part, size_t k, size_t n) {
+        const int32_t first = (int32_t)members_.size();
+        tokens_shared_ += (int64_t)(n - 1) * (part.end - part.begin) * PARTITION;
+        for (size_t i = k; i < k + n; i++) members_.push_back({s.q_start[order_[i]], split_of_[(size_t)order_[i]]});
+        add_tiles({order_[k], 0, (int32_t)((int64_t)n * bounds_.group), part.begin, 0, 0, 1, -1, first}, part.end, target);
+    });
     for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
         const int32_t first = s.q_start[i], end = s.q_start[i + 1];
         if (end > first && end - 1 - s.kv_slots[end - 1] % TOKENS >= first) zero_tail_[(size_t)end - 1] = 1;
     }
-    run_.tiles = tiles_.data(), run_.num_tiles = num_tiles_, run_.splits = splits_.data();
+    run_.tiles = tiles_.data(), run_.num_tiles = (int32_t)tiles_.size(), run_.splits = splits_.data(), run_.members = members_.data();
     run_.zero_tail = zero_tail_.data();
 }
 

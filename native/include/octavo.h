@@ -57,15 +57,21 @@ struct Slots {
     int32_t *num_seen;
 };
 
-struct Tile {  // attention work: `rows` packed query rows of a sequence, from row `row`; all of it, or one piece of its partitions
-    int32_t seq, row, rows, piece, pieces;
-    int32_t split;  // which of Run::splits; -1: one piece
+// Attention work: `rows` packed query rows of a sequence, from row `row`, over partitions begin … end of what they see, or one piece of these.
+// Or, shared: the rows of several sequences of one token each, whose blocks are the same there.
+struct Tile {
+    int32_t seq, row, rows, begin, end, piece, pieces;
+    int32_t split;   // which of Run::splits takes the results; -1: none, the tile is all of its rows' work
+    int32_t shared;  // the first of Run::members whose rows these are; -1: `seq`
 };
-// A tile cut over threads. Its partitions' results lie at `at`, [KV head][partition][tiles of QROWS rows][partial_floats], and
-// whoever finishes the last piece of a KV head combines them.
+struct Member {
+    int32_t token, split;
+};
+// Rows whose work is cut into pieces. Their partitions' results lie at `at`, [KV head][partition][tiles of QROWS rows][partial_floats],
+// and whoever finishes the last piece of a KV head combines them.
 struct Split {
     float *at;
-    int32_t partitions;
+    int32_t seq, row, rows, partitions, pieces;
     int32_t *done;  // [KV heads] pieces that are finished; 0 again behind the op
 };
 
@@ -83,6 +89,7 @@ struct Run {
     const Tile *tiles;
     int32_t num_tiles;
     const Split *splits;
+    const Member *members;
     const uint8_t *zero_tail;  // [T] this token is the last one of a block that the step began: clear V behind it
     char **scratch;            // [threads]
 };
@@ -137,8 +144,8 @@ const Kernels *kernels_amx_emulated();  // for tests; never chosen
 void op_sample(const Op &, const Run &, const Part &);  // sampler.cpp
 size_t sample_scratch(int64_t vocab);
 
-// Floats of one partition's result for QROWS rows: the output of its rows, their largest scores, their masses.
-constexpr int64_t partial_floats(int64_t dp) { return QROWS * (dp + 2); }
+// Floats of one partition's result for up to QROWS rows: the outputs, and for QROWS the largest scores and the masses.
+constexpr int64_t partial_floats(int64_t dp, int64_t rows = QROWS) { return (rows < QROWS ? rows : QROWS) * dp + 2 * QROWS; }
 
 inline int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

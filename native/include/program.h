@@ -28,6 +28,7 @@ public:
     // Scratch of all threads, and room for partial results; pages count when they are touched.
     size_t scratch_bytes() const { return scratch_bytes_ + partials_bytes_; }
     int64_t busy_ns() const { return busy_ns_; }  // spent in run() so far
+    int64_t tokens_shared() const { return tokens_shared_; }  // of all runs so far: tokens of context that one sequence read with others, the first not counted
     // Measures each op from now on, or no longer. Returns the nanoseconds of every op (forward's, then sample's) since the last call.
     std::vector<int64_t> profile(bool on);
 
@@ -35,8 +36,11 @@ private:
     std::string check_forward() const;
     std::string check_sample() const;
     void plan_attention();
-    int64_t cost_of(int64_t rows, int64_t last) const;
-    void add_tile(int32_t seq, int32_t row, int64_t rows, int64_t last, int64_t target);
+    void find_shared();
+    void share(size_t from, size_t to, int32_t begin);
+    int64_t partials_of(int64_t rows, int64_t partitions) const;
+    int32_t add_split(int32_t seq, int32_t row, int64_t rows, int64_t partitions);
+    void add_tiles(Tile tile, int64_t end, int64_t target);
     static void job(void *self, int thread);
     void forward(int thread);
     void sample(int thread);
@@ -48,16 +52,25 @@ private:
     Run run_;
     std::vector<Op> segments_[2];
     int running_ = 0;  // segments of the run
-    int64_t busy_ns_ = 0, marked_ns_ = 0;
+    int64_t busy_ns_ = 0, marked_ns_ = 0, tokens_shared_ = 0;
     bool profiling_ = false;
     std::vector<int64_t> op_ns_;
     int64_t kv_heads_ = 0, head_pad_ = 0;  // of the attention ops
+    bool windows_ = false;                 // some layer has one
     std::vector<Tile> tiles_;
     std::vector<Split> splits_;
     std::vector<int32_t> pieces_done_;  // zeros between two runs
+    std::vector<Member> members_;
+    // Sequences that read the same blocks. `order_`: those that decode, by their blocks; `alike_`: partitions that one has in common with
+    // the next; `begin_`: partitions of each sequence that others read with it.
+    struct Shared {
+        size_t from, to;  // of order_
+        int32_t begin, end;
+    };
+    std::vector<Shared> shared_;
+    std::vector<int32_t> order_, alike_, begin_, split_of_;
     char *partials_ = nullptr;  // results of partitions of tiles that are cut over threads
     char *partials_free_ = nullptr, *partials_end_ = nullptr;
-    int32_t num_tiles_ = 0;
     std::vector<uint8_t> zero_tail_;
     size_t scratch_bytes_ = 0, partials_bytes_ = 0;
     char *scratch_ = nullptr;

@@ -4,6 +4,10 @@
 // A task that is much of the step's work is cut into pieces, ranges of whole partitions, for several threads. Their
 // results are kept apart, and whoever finishes the last piece combines all of them, from left to right as ever.
 //
+// Sequences that decode over the same blocks (a prefix that the cache gave to all, samples of one prompt) meet them together: one
+// piece takes the rows of all over the partitions that they share, and reads K and V once (Hydragen, Juravsky et al. 2024; here
+// the partitions are those of the contract, so the bits are the same).
+//
 // Row purity: a row's value depends on its own query, its range of tokens and the cache only. Blocks and partitions
 // outside a row's range, which it walks through because of its neighbours in the task, have probability 0 and add +0,
 // or are skipped for this row.
@@ -40,7 +44,10 @@ struct QueryTile {
 struct Partial {
     float *out, *top, *mass;
 };
-FN Partial partial_at(float *at, int64_t dp) { return {at, at + QROWS * dp, at + QROWS * dp + QROWS}; }
+FN Partial partial_at(float *at, int64_t dp, int64_t rows = QROWS) {
+    float *top = at + (rows < QROWS ? rows : QROWS) * dp;
+    return {at, top, top + QROWS};
+}
 FN Partial so_far(QueryTile &tile) { return {tile.sum, tile.top, tile.mass}; }
 FN bool sees(const QueryTile &tile, int r, int64_t base) { return tile.low[r] < base + PARTITION && tile.high[r] >= base; }
 
@@ -296,25 +303,37 @@ template <class E, class S> static void mix_tile(const QueryTile &tile, const ch
     }
 }
 
+FN int64_t token_of(const Run &run, const Tile &work, int64_t i) {  // the i-th of the work's tokens
+    return work.shared >= 0 ? run.members[work.shared + i].token : run.step.q_start[work.seq] + i;
+}
 // Calls visit(row of the tile, token of the step, query head) for each row.
-template <class Visit> FN void each_row(const Op &op, const Run &run, const QueryTile &tile, int32_t seq, int64_t g, Visit &&visit) {
+template <class Visit> FN void each_row(const Op &op, const Run &run, const QueryTile &tile, const Tile &work, int64_t g, Visit &&visit) {
     const int64_t per = op.n[2] / op.n[3];
-    int64_t t = run.step.q_start[seq] + tile.row / per, i = tile.row % per;
+    int64_t token = tile.row / per, i = tile.row % per;
     for (int r = 0; r < tile.rows; r++) {
-        visit(r, t, g * per + i);
-        if (++i == per) i = 0, t++;
+        visit(r, token_of(run, work, token), g * per + i);
+        if (++i == per) i = 0, token++;
     }
 }
 
-// Takes a tile's queries, and the range of tokens of each.
-template <class E, class S> static void begin_tile(const Op &op, const Run &run, QueryTile &tile, int32_t seq, int64_t g) {
-    const int64_t ld = op.n[1], d = op.n[4], dp = tile.dp, window = op.n[7];
-    each_row(op, run, tile, seq, g, [&](int r, int64_t t, int64_t h) {
-        const E *q = (const E *)op.p[0] + t * ld + h * d;
-        tile.scale[r] = op.f[0];
+// The n-th tile of the work: its rows, and the range of tokens of each.
+static void begin_tile(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int n, int64_t g) {
+    const int64_t window = op.n[7];
+    const int left = work.rows - n * QROWS;
+    tile.row = work.row + n * QROWS, tile.rows = left < QROWS ? left : QROWS;
+    each_row(op, run, tile, work, g, [&](int r, int64_t t, int64_t) {
         tile.high[r] = run.step.positions[t];
         tile.low[r] = window > 0 && tile.high[r] >= window ? tile.high[r] - (int32_t)window + 1 : 0;
         tile.begun[r] = false;
+    });
+}
+
+// Takes a tile's queries.
+template <class E, class S> static void take_queries(const Op &op, const Run &run, QueryTile &tile, const Tile &work, int64_t g) {
+    const int64_t ld = op.n[1], d = op.n[4], dp = tile.dp;
+    each_row(op, run, tile, work, g, [&](int r, int64_t t, int64_t h) {
+        const E *q = (const E *)op.p[0] + t * ld + h * d;
+        tile.scale[r] = op.f[0];
         if (sizeof(E) == 2 && tile.matrix) {
             __builtin_memcpy(tile.q16 + r * dp, q, (size_t)d * 2);
             __builtin_memset(tile.q16 + r * dp + d, 0, (size_t)(dp - d) * 2);
@@ -342,13 +361,15 @@ struct Reach {
     int64_t low, high, first, count, from, to;
 };
 template <class S> FN Reach reach_of(const Op &op, const Run &run, const Tile &work, int64_t g) {
-    const int64_t per = op.n[2] / op.n[3], window = op.n[7], start = run.step.q_start[work.seq];
-    const int64_t token = run.step.positions[start + work.row / per];  // of the first row; tokens rise with the row
+    const int64_t per = op.n[2] / op.n[3], window = op.n[7];
+    const auto position = [&](int64_t row) { return (int64_t)run.step.positions[token_of(run, work, row / per)]; };  // of a sequence's rows it rises
+    const int64_t token = position(work.row);
     Reach r;
     r.table = run.slots.block_table + (int64_t)run.step.seq_slot[work.seq] * run.table_stride;
     r.unit = run.kv + op.n[6] + g * kv_unit<S>(op.n[5]);
-    r.low = window > 0 && token >= window ? token - window + 1 : 0, r.high = run.step.positions[start + (work.row + work.rows - 1) / per];
-    r.first = r.low / PARTITION, r.count = r.high / PARTITION - r.first + 1;
+    r.low = window > 0 && token >= window ? token - window + 1 : 0;
+    r.high = work.shared >= 0 ? (int64_t)work.end * PARTITION - 1 : position(work.row + work.rows - 1);
+    r.first = r.low / PARTITION > work.begin ? r.low / PARTITION : work.begin, r.count = r.high / PARTITION - r.first + 1;
     r.from = r.first + r.count * work.piece / work.pieces, r.to = r.first + r.count * (work.piece + 1) / work.pieces;
     return r;
 }
@@ -397,9 +418,9 @@ template <class E, class S> static void partition(QueryTile *tile, int tiles, in
 }
 
 // The quotients, rounded to act.
-template <class E> static void finish_tile(const Op &op, const Run &run, const QueryTile &tile, int32_t seq, int64_t g) {
+template <class E> static void finish_tile(const Op &op, const Run &run, const QueryTile &tile, const Tile &work, int64_t g) {
     const int64_t ld = op.n[1], d = op.n[4];
-    each_row(op, run, tile, seq, g, [&](int r, int64_t t, int64_t h) {
+    each_row(op, run, tile, work, g, [&](int r, int64_t t, int64_t h) {
         E *out = (E *)op.p[1] + t * ld;
         const float *sum = tile.sum + r * tile.dp;
         int64_t c = 0;
@@ -410,45 +431,64 @@ template <class E> static void finish_tile(const Op &op, const Run &run, const Q
     });
 }
 
+// Where a split's results of one partition lie.
+FN Partial kept(const Split &split, int64_t g, int64_t partition, int n, int64_t dp) {
+    const int64_t tiles = (split.rows + QROWS - 1) / QROWS;
+    return partial_at(split.at + ((g * split.partitions + partition) * tiles + n) * partial_floats(dp, split.rows), dp, split.rows);
+}
+FN void keep_row(const Partial &to, int64_t i, const Partial &from, int r, int64_t dp) {
+    __builtin_memcpy(to.out + i * dp, from.out + r * dp, (size_t)dp * 4);
+    to.top[i] = from.top[r], to.mass[i] = from.mass[r];
+}
+
+// One piece of a split is done. Behind the last one, its partitions are combined.
+template <class E> static void finish_piece(const Op &op, const Run &run, QueryTile *tile, const Split &split, int64_t g) {
+    if (__atomic_add_fetch(split.done + g, 1, __ATOMIC_ACQ_REL) < split.pieces) return;
+    __atomic_store_n(split.done + g, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
+    const Tile work = {split.seq, split.row, split.rows, 0, 0, 0, 1, -1, -1};
+    for (int n = 0; n * QROWS < split.rows; n++) {
+        begin_tile(op, run, tile[n], work, n, g);
+        for (int64_t i = tile[n].low[0] / PARTITION; i <= tile[n].high[tile[n].rows - 1] / PARTITION; i++)
+            combine(tile[n], i * PARTITION, kept(split, g, i, n, tile->dp));
+        finish_tile<E>(op, run, tile[n], work, g);
+    }
+}
+
 // One task. tile: [QTILES] with memory, scratch: that of as many partials. `behind`: what this thread reads first of its next task.
 template <class E, class S>
 static void attend(const Op &op, const Run &run, QueryTile *tile, const Tile &work, int64_t g, const Blocks &behind, float *scratch) {
-    const int64_t dp = tile->dp;
+    const int64_t dp = tile->dp, per = op.n[2] / op.n[3];
     const int tiles = (work.rows + QROWS - 1) / QROWS;
-    for (int i = 0; i < tiles; i++) {
-        const int left = work.rows - i * QROWS;
-        tile[i].row = work.row + i * QROWS, tile[i].rows = left < QROWS ? left : QROWS;
-        tile[i].matrix = matrix_units<E, S>(work.rows);
-        begin_tile<E, S>(op, run, tile[i], work.seq, g);
+    for (int n = 0; n < tiles; n++) {
+        begin_tile(op, run, tile[n], work, n, g);
+        tile[n].matrix = matrix_units<E, S>(work.rows);
+        take_queries<E, S>(op, run, tile[n], work, g);
     }
     const Reach reach = reach_of<S>(op, run, work, g);
+    const bool apart = work.split >= 0 || work.shared >= 0;
     Partial here[QTILES];
-    const auto place = [&](int64_t i) {  // of partition i's results
-        for (int n = 0; n < tiles; n++)
-            if (work.pieces > 1) {
-                const Split &split = run.splits[work.split];
-                here[n] = partial_at(split.at + ((g * split.partitions + i - reach.first) * tiles + n) * partial_floats(dp), dp);
-            } else {
-                here[n] = i == reach.first ? so_far(tile[n]) : partial_at(scratch + n * partial_floats(dp), dp);
-            }
-    };
-    const auto combine_all = [&](int64_t i) {
-        for (int n = 0; n < tiles; n++) combine(tile[n], i * PARTITION, here[n]);
-    };
     Blocks now = blocks_of(run, reach, reach.from), then;
     for (int64_t i = reach.from; i < reach.to; i++, now = then) {
         then = i + 1 < reach.to ? blocks_of(run, reach, i + 1) : behind;
-        place(i);
+        for (int n = 0; n < tiles; n++) here[n] = !apart && i == reach.first ? so_far(tile[n]) : partial_at(scratch + n * partial_floats(dp), dp);
         partition<E, S>(tile, tiles, i * PARTITION, now, then, here);
-        if (work.pieces == 1) combine_all(i);
+        for (int n = 0; n < tiles; n++) {
+            if (!apart) combine(tile[n], i * PARTITION, here[n]);
+            for (int r = 0; apart && r < tile[n].rows; r++) {
+                const int64_t row = n * QROWS + r;
+                if (work.shared >= 0)
+                    keep_row(kept(run.splits[run.members[work.shared + row / per].split], g, i, 0, dp), row % per, here[n], r, dp);
+                else
+                    keep_row(kept(run.splits[work.split], g, i, n, dp), r, here[n], r, dp);
+            }
+        }
     }
-    if (work.pieces > 1) {
-        int32_t *done = run.splits[work.split].done + g;
-        if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < work.pieces) return;
-        __atomic_store_n(done, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
-        for (int64_t i = reach.first; i < reach.first + reach.count; i++) place(i), combine_all(i);
-    }
-    for (int n = 0; n < tiles; n++) finish_tile<E>(op, run, tile[n], work.seq, g);
+    if (!apart)
+        for (int n = 0; n < tiles; n++) finish_tile<E>(op, run, tile[n], work, g);
+    else if (work.shared < 0)
+        finish_piece<E>(op, run, tile, run.splits[work.split], g);
+    else
+        for (int64_t i = 0; i < work.rows / per; i++) finish_piece<E>(op, run, tile, run.splits[run.members[work.shared + i].split], g);
 }
 
 template <class E, class S> static void attention(const Op &op, const Run &run, const Part &part) {

@@ -34,7 +34,7 @@ template <class T> FN void store_halves(T *out, F a, F b) {
 #if defined(__AVX512BW__)
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     __m512i both = _mm512_packus_epi32((__m512i)(f_to_bits(a) >> 16), (__m512i)(f_to_bits(b) >> 16));
-    if (__is_same(T, Woven)) both = _mm512_shuffle_epi8(both, _mm512_broadcast_i32x4(_mm_setr_epi8(4, 5, 0, 1, 6, 7, 2, 3, 12, 13, 8, 9, 14, 15, 10, 11)));
+    if (__is_same(T, Woven)) both = _mm512_maskz_shuffle_epi8((__mmask64)-1, both, _mm512_maskz_broadcast_i32x4((__mmask16)-1, _mm_setr_epi8(4, 5, 0, 1, 6, 7, 2, 3, 12, 13, 8, 9, 14, 15, 10, 11)));
     _mm512_storeu_si512(out, _mm512_maskz_permutexvar_epi64((__mmask8)-1, order, both));
 #else
     store_halves(out, a);

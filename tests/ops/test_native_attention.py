@@ -167,6 +167,52 @@ def test_long_contexts_split_over_threads(window, dtype, kv):
 
 
 @pytest.mark.parametrize(("dtype", "kv"), PAIRS)
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 24), (7, 1, 32), (16, 1, 16)])
+def test_sequences_over_the_same_blocks_are_read_together(heads, groups, dim, dtype, kv):
+    """Prefixes that fork like a tree, some too short to matter: what each row gives alone. Reads are saved, and as many as there can be."""
+    spec = tiny_spec(heads, groups, dim)
+    rng = np.random.default_rng(heads)
+    # Slot: parts of its context. 0-4 have 512 tokens in common, of these 0-2 a third partition; 5, 6 the first partition of all; 7 nothing.
+    parts = {0: "abcd", 1: "abce", 2: "abcf", 3: "abgh", 4: "abij", 5: "aklm", 6: "anop", 7: "qrs"}
+    names = sorted(set("".join(parts.values())))
+    blocks = dict(zip(names, rng.permutation(len(names) * 16).reshape(-1, 16), strict=True))
+    data = {name: Sequence(rng, spec, 256).qkv for name in names}
+    last = {slot: Sequence(rng, spec, 1).qkv for slot in parts}
+    ends = {slot: 256 * len(text) - 250 + 37 * slot % 249 for slot, text in parts.items()}  # inside the last part
+    ends[3] = 512  # nothing of its own but the token
+    want = None
+    for isa in (ISAS[0], *ISAS[2:]):
+        for threads in (1, 2, 5) if isa == ISAS[-1] else (2,):
+            spec.num_layers = 2
+            rig = Rig(provider(dtype, isa, threads), tokens=256, seqs=8, blocks=len(names) * 16, table=64, spec=spec, kv=kv)
+            rig.qkv = rig.ops.input("f32", "T", (heads + 2 * groups) * dim)
+            rig.bias = None
+            rig.q = rig.ops.rope_store(rig.qkv, 1, spec.rope, None)
+            rig.out = rig.ops.attention(rig.q, 1, None)
+            rig.finish(rig.q, rig.out)
+            rig.kv.blocks[:] = 0xFF
+            for slot, text in parts.items():
+                rig.slots["block_table"][slot, : 16 * len(text)] = np.concatenate([blocks[name] for name in text])
+                for i, name in enumerate(text):
+                    step(rig, [(slot, 256 * i, data[name])])
+            alone = [step(rig, [(slot, ends[slot], last[slot])])[0][1] for slot in parts]
+            assert rig.program._program.tokens_shared == 0
+            want = want or alone
+            order = rng.permutation(list(parts))
+            for company in (order, order[:3], [7, 0, 6, 1], [3, 4]):
+                got = step(rig, [(slot, ends[slot], last[slot]) for slot in company])
+                assert all(same_bits(out, want[slot]) for slot, (_, out) in zip(company, got, strict=True)), (isa, threads, company)
+            before = rig.program._program.tokens_shared
+            step(rig, [(slot, ends[slot], last[slot]) for slot in order])
+            fit = 32 // (heads // groups)  # sequences in one task
+            saved = [sum(n - -(-n // fit) for n in level) for level in ([7], [5], [3])]
+            assert rig.program._program.tokens_shared - before == 256 * sum(saved)
+            chunk = Sequence(rng, spec, 20).qkv  # and beside a chunk of a prompt
+            mixed = step(rig, [(0, ends[0], last[0]), (7, 100, chunk), (2, ends[2], last[2])])
+            assert all(same_bits(mixed[i][1], want[slot]) for i, slot in ((0, 0), (2, 2)))
+
+
+@pytest.mark.parametrize(("dtype", "kv"), PAIRS)
 def test_a_layer_writes_only_its_own_part(dtype, kv):
     spec = tiny_spec(2, 1, 16)
     rig = make_rig(provider(dtype, "generic"), spec, None, layers=3, dirty=False, kv=kv)
