@@ -60,30 +60,29 @@ template <class E> static void linear_few(const Op &op, const Run &run, const Pa
     }
 }
 
-// Many rows without matrix units: tasks of 64 rows × 4 panels; a panel stays in the first cache while rows pass by, and the panels of
+// Many rows without matrix units: tasks of 64 rows × 2 panels; a panel stays in the first cache while rows pass by, and the panels of
 // this thread's next task come nearer.
 template <class E> static void linear_many(const Op &op, const Run &run, const Part &part) {
     const int64_t kp = op.n[1], stride = kp * LANES;
-    const int64_t columns = (op.n[2] + 3) / 4, chunks = (part.rows + EXPAND_ROWS - 1) / EXPAND_ROWS;
+    const int64_t columns = op.n[2] / 2, chunks = (part.rows + EXPAND_ROWS - 1) / EXPAND_ROWS;
     const int unit = op.n[3] == EPI_SILU_MUL ? 2 : 1;
     Operand<E> *wide = (Operand<E> *)run.scratch[part.thread];
     int64_t held = -1;
     float acc[2 * MAX_ROWS * LANES] __attribute__((aligned(64)));
-    const auto panels = [&](int64_t task) { return (const E *)op.p[1] + task % columns * 4 * stride; };
-    const auto width = [&](int64_t task) { return op.n[2] - task % columns * 4 < 4 ? op.n[2] - task % columns * 4 : 4; };
+    const auto panels = [&](int64_t task) { return (const E *)op.p[1] + task % columns * 2 * stride; };
     for (int64_t next = next_task(part.counter); next < columns * chunks;) {
-        const int64_t task = next, chunk = task / columns, column = task % columns * 4;
+        const int64_t task = next, chunk = task / columns, column = task % columns * 2;
         next = next_task(part.counter);
         Fetch fetch;
-        if (next < columns * chunks) fetch = {(const char *)panels(next), (const char *)(panels(next) + width(next) * stride)};
+        if (next < columns * chunks) fetch = {(const char *)panels(next), (const char *)(panels(next) + 2 * stride)};
         const int64_t row0 = part.row0 + chunk * EXPAND_ROWS;
         const int64_t left = part.rows - chunk * EXPAND_ROWS;
         const int rows = left < EXPAND_ROWS ? (int)left : EXPAND_ROWS;
         const E *src = (const E *)op.p[0] + row0 * kp;
         if (sizeof(E) == 2 && held != chunk) expand(wide, src, rows * kp), held = chunk;
         const Operand<E> *a = sizeof(E) == 2 ? wide : (const Operand<E> *)(const void *)src;
-        const int64_t end = column + width(task), lines = stride * (int64_t)sizeof(E) / 64 * unit * MAX_ROWS / rows + 1;
-        for (int64_t p = column; p < end; p += unit)
+        const int64_t lines = stride * (int64_t)sizeof(E) / 64 * unit * MAX_ROWS / rows + 1;
+        for (int64_t p = column; p < column + 2; p += unit)
             for (int r = 0; r < rows; r += MAX_ROWS) {
                 const int n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
                 fetch_some(fetch, lines);

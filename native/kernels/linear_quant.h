@@ -118,16 +118,14 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
         const int fly = part.rows <= 2 ? 4 : fused ? unit : 2;
         const auto width = [&](int64_t p) { return to - p < fly ? (int)(to - p) : fly; };
         for (int64_t p = from; p < to; p += fly) compute(0, part.rows, p, width(p), p + fly, p + fly < to ? width(p + fly) : 0);
-    } else {  // tasks of FEW_ROWS rows × 4 panels; a panel stays in the caches while rows pass by
-        const int64_t columns = (op.n[2] + 3) / 4, chunks = (part.rows + FEW_ROWS - 1) / FEW_ROWS;
-        for (int64_t next = next_task(part.counter); next < columns * chunks;) {
-            const int64_t row0 = next / columns * FEW_ROWS, column = next % columns * 4;
+    } else {  // tasks of FEW_ROWS rows × 2 panels; a panel stays in the caches while rows pass by
+        const int64_t columns = (op.n[2] + 1) / 2, chunks = (part.rows + FEW_ROWS - 1) / FEW_ROWS, tasks = columns * chunks;
+        const auto width = [&](int64_t p) { return op.n[2] - p < 2 ? op.n[2] - p : 2; };
+        for (int64_t next = next_task(part.counter); next < tasks;) {
+            const int64_t row0 = next / columns * FEW_ROWS, p = next % columns * 2;
             next = next_task(part.counter);
-            const int64_t end = column + 4 < op.n[2] ? column + 4 : op.n[2], last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows;
-            for (int64_t p = column; p < end; p += 2) {
-                const int64_t then = p + 2 < end ? p + 2 : next < columns * chunks ? next % columns * 4 : op.n[2];
-                compute(row0, last, p, end - p < 2 ? (int)(end - p) : 2, then, op.n[2] - then < 2 ? op.n[2] - then : 2);
-            }
+            const int64_t last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows, then = next < tasks ? next % columns * 2 : op.n[2];
+            compute(row0, last, p, (int)width(p), then, width(then));
         }
     }
 }
