@@ -92,7 +92,7 @@ template <class S> struct Stage {
     static constexpr int64_t per = sizeof(Cell) / sizeof(Element);
     const int64_t dp, count = kv_half<S>(dp) / TOKENS / (int64_t)sizeof(Element);  // elements of a row
     bf16 scales[2][TOKENS];  // of K, of V
-    Element k[TOKENS * MAX_HEAD_DIM + LANES * per], v[TOKENS * MAX_HEAD_DIM];
+    alignas(64) Element k[TOKENS * MAX_HEAD_DIM + LANES * per], v[TOKENS * MAX_HEAD_DIM];
 
     explicit Stage(int64_t dp) : dp(dp) {}
     void take(int64_t i, const float *key, const float *value) {

@@ -54,7 +54,7 @@ template <class E, class S> static void rope_store(const Op &op, const Run &run,
     const float *bias = (const float *)op.p[4], *inv_freq = (const float *)op.p[5];
     const int64_t ld = op.n[1], ldq = op.n[2], heads = op.n[3], groups = op.n[4], d = op.n[5], dp = op.n[6], half = d / 2;
     const int64_t per = heads / groups, rows = part.rows, ahead = 2 * ld;  // two tokens on
-    float y[MAX_HEAD_DIM] = {}, value[MAX_HEAD_DIM] = {};
+    alignas(64) float y[MAX_HEAD_DIM] = {}, value[MAX_HEAD_DIM] = {};  // what is written by whole registers is read again at once
     Stage<S> stage(dp);
     int64_t from, to;
     share(rows * groups, part.thread, run.threads, &from, &to);
