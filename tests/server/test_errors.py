@@ -115,6 +115,12 @@ def test_shared_fields(path: str, stream: bool) -> None:
         ask(path, field, value, part, stream)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_stream_options_need_a_stream(path: str) -> None:
+    for options in ({"include_usage": True}, {}):
+        ask(path, "stream_options", options, "stream is not true", False)
+
+
 def test_fields_of_completions() -> None:
     for field, value, part in COMPLETION_ONLY:
         ask(COMPLETIONS, field, value, part, False)
@@ -209,7 +215,8 @@ def test_every_unserved_field_accepts_null_and_what_asks_for_nothing() -> None:
 
 
 def test_fields_without_effect_are_accepted() -> None:
-    shared = {"user": "u", "best_of": 1, "spaces_between_special_tokens": False, "stream_options": {"include_obfuscation": False}}
+    options = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    shared = {"user": "u", "best_of": 1, "spaces_between_special_tokens": False, **options}
     assert post(COMPLETIONS, {"prompt": "p"} | shared).status_code == 200
     chat = {"messages": USER, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "k",
             "prompt_cache_retention": "24h", "parallel_tool_calls": True, "tools": [], "tool_choice": "none"}

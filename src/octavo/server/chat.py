@@ -10,7 +10,7 @@ from octavo.server.body import read_json
 from octavo.server.collect import chat_logprobs
 from octavo.server.context import Context
 from octavo.server.errors import invalid
-from octavo.server.fields import check_messages, check_room, check_tools, check_unserved, free_json, sampling, template_options
+from octavo.server.fields import check_messages, check_room, check_stream, check_tools, check_unserved, free_json, sampling, template_options
 from octavo.server.generation import Job, encode, respond
 from octavo.server.merge import while_connected
 from octavo.server.prompts import tokenize
@@ -35,6 +35,7 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     tenant = context.tenant(request.user, http)
     tools = check_tools(request)
     check_unserved(request, ChatRequest)
+    check_stream(request)
     field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(request, field)
     params = sampling(

@@ -14,7 +14,7 @@ from octavo.server.body import read_json
 from octavo.server.collect import Offsets, completion_logprobs
 from octavo.server.context import Context
 from octavo.server.errors import invalid
-from octavo.server.fields import check_room, check_unserved, sampling
+from octavo.server.fields import check_room, check_stream, check_unserved, sampling
 from octavo.server.generation import Job, encode, respond
 from octavo.server.merge import while_connected
 from octavo.server.prompts import each, parse_prompts, tokenize
@@ -35,6 +35,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     answer_id = context.new_id("cmpl", request.request_id, http)
     tenant = context.tenant(request.user, http)
     check_unserved(request, CompletionRequest)
+    check_stream(request)
     asked = None if request.max_tokens is UNSET else request.max_tokens  # unset: so many, or what the context leaves
     usual = DEFAULT_MAX_TOKENS if request.max_tokens is UNSET else asked
     prompt_only = asked == 0

@@ -92,6 +92,12 @@ def check_tools(request: ChatRequest) -> list[Json] | None:
     return list(tools)
 
 
+def check_stream(request: Generation) -> None:
+    """Raises: ApiError for options of a stream where none is asked for."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options are given, and stream is not true: ask for a stream, or leave them out", "stream_options")
+
+
 def sampling(
     request: Generation, defaults: SamplingParams, settings: ServerSettings, vocab: int, *, max_tokens: int | None, logprobs: int | None,
     prompt_logprobs: int | None, max_tokens_field: str = "max_tokens",

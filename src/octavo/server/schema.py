@@ -26,6 +26,7 @@ NO_EFFECT = Meta(description="Accepted; has no effect.")
 NoOp = Annotated[Raw, NO_EFFECT]
 SALTED = Meta(description="Cached prefixes are shared only between requests with the same one.")
 TENANT = Meta(description="Whose share of the engine this is, where neither API key nor X-Tenant says.")
+STREAMED = Meta(description="Only with stream true.")
 BEAMS = Meta(description="The n best sequences of a search with best_of beams. A stream gets each whole, when all are found.")
 NOT_SERVED = "Not served yet: only values that ask for nothing are accepted."
 
@@ -98,7 +99,7 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, STREAMED] = None
     priority: Annotated[int | None, bounded(-(2**31), 2**31 - 1)] = None
     cache_salt: Annotated[str | None, SALTED, bounded(minLength=1)] = None
     request_id: Annotated[str | None, bounded(pattern="^[!-~]{1,128}$")] = None
