@@ -104,6 +104,20 @@ def test_a_bad_setting_is_one_line_that_names_it(octavo: Octavo, tiny: str, args
     assert says in done.stderr.splitlines()[-1] and done.stderr.splitlines()[-1].startswith("octavo: ") and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("args", "says"), [
+    (("generate", "--prompt", ""), "a prompt is empty: at least one character is needed (--prompt)"),
+    (("generate",), "a prompt is empty: at least one character is needed (--prompt)"),
+    (("bench", "throughput", "--workloads", "single,marathon"), "there is no workload 'marathon'"),
+    (("bench", "latency", "--batch-size", "0"), "'--batch-size'"), (("bench", "latency", "--input-len", "1"), "'--input-len'"),
+    (("bench", "latency", "--output-len", "2"), "'--output-len'"), (("bench", "kernels", "--context", "1"), "'--context'"),
+    (("bench", "kernels", "--rows", "8", "--rows", "0"), "'--rows'"), (("bench", "kernels", "--rows", "-1"), "'--rows'"),
+])
+def test_what_no_model_is_needed_for_is_told_before_one_is_loaded(octavo: Octavo, args: tuple[str, ...], says: str) -> None:
+    done = octavo(*args, "/no/such/model")
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert says in done.stderr and "/no/such/model" not in done.stderr, done.stderr
+
+
 def test_bad_usage_is_told_by_the_parser(octavo: Octavo, tiny: str) -> None:
     for args, says in ((("generate", tiny, "--max-tokens", "many"), "--max-tokens"), (("generate", tiny, "--no-such"), "No such option"),
                        (("bake",), "No such command"), (("generate",), "Missing argument")):

@@ -90,12 +90,19 @@ def make(workload: Callable[[Ids], Load], vocab: int, *seed: int) -> Load:
     return workload(lambda count: rng.integers(low, high, count).tolist())
 
 
+def parse_names(names: str) -> list[str]:
+    """The names in a comma-separated list of workloads. Raises: ConfigError for an unknown one."""
+    found = [each.strip() for each in names.split(",")]
+    for name in found:
+        if name not in WORKLOADS:
+            raise ConfigError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}", "workloads")
+    return found
+
+
 def named(names: str, context: int) -> dict[str, Callable[[Ids], Load]]:
     """The workloads of a comma-separated list. Raises: ConfigError for an unknown one, or one that a context of so many tokens has no room for."""
     chosen = {}
-    for name in (each.strip() for each in names.split(",")):
-        if name not in WORKLOADS:
-            raise ConfigError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}", "workloads")
+    for name in parse_names(names):
         load = make(WORKLOADS[name], HIGHEST, 0)
         if (need := max(len(prompt) + out for prompt, out in zip(load.prompts, load.outs))) > context:
             raise ConfigError(f"the workload {name} needs a context of {need} tokens; here it is {context} (--max-model-len)", "workloads")

@@ -32,7 +32,9 @@ def throughput(
 ) -> None:
     """Whole workloads, taking turns: tokens per second, and the share of the roofline measured in the same process."""
     from octavo.bench import throughput as bench
+    from octavo.bench.workloads import parse_names
 
+    parse_names(workloads)  # an unknown name is told before the model is loaded
     _measure(model, settings, lambda rig: bench.run(rig, workloads, repeat, warmup), save)
 
 
@@ -40,10 +42,10 @@ def throughput(
 @o.engine_options(own_seed=False)
 def latency(
     model: o.Model,
-    batch_size: Annotated[list[int] | None, typer.Option(help="Sequences of one batch; repeat for several (default 1 and 64).",
+    batch_size: Annotated[list[int] | None, typer.Option(help="Sequences of one batch; repeat for several (default 1 and 64).", min=1,
                                                          rich_help_panel=BENCH)] = None,
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.", rich_help_panel=BENCH)] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens generated after each.", rich_help_panel=BENCH)] = 128,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.", min=2, rich_help_panel=BENCH)] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens generated after each.", min=3, rich_help_panel=BENCH)] = 128,
     repeat: Repeat = 5, warmup: Warmup = 1, save: Save = None,
     *, settings: dict[str, Any],
 ) -> None:
@@ -57,9 +59,9 @@ def latency(
 @o.engine_options(own_seed=False)
 def kernels(
     model: o.Model,
-    rows: Annotated[list[int] | None, typer.Option(help="Rows of a step; repeat for several (default 1, 8, 32, 64, 512).",
+    rows: Annotated[list[int] | None, typer.Option(help="Rows of a step; repeat for several (default 1, 8, 32, 64, 512).", min=1,
                                                    rich_help_panel=BENCH)] = None,
-    context: Annotated[int, typer.Option(help="Tokens before a row that decodes.", rich_help_panel=BENCH)] = 128,
+    context: Annotated[int, typer.Option(help="Tokens before a row that decodes.", min=2, rich_help_panel=BENCH)] = 128,
     repeat: Repeat = 5, save: Save = None,
     *, settings: dict[str, Any],
 ) -> None:

@@ -26,7 +26,11 @@ def generate(
     *, wanted: dict[str, Any], settings: dict[str, Any],
 ) -> None:
     """Complete prompts, with 128 tokens at most unless --max-tokens says otherwise. A single prompt streams; several run as one batch."""
+    from octavo.errors import InvalidRequest
+
     prompts = _prompts(prompt, prompts_file)
+    if "" in prompts and not chat:  # a chat template says something around it
+        raise InvalidRequest("a prompt is empty: at least one character is needed", "prompt")
     more = {"n": n, "logprobs": logprobs, "ignore_eos": ignore_eos or None}
     wanted = {"max_tokens": 128} | wanted | {name: value for name, value in more.items() if value is not None}
     with o.load(model, settings, wanted, verbose=verbose) as llm:
