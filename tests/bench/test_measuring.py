@@ -187,13 +187,14 @@ def test_kernels_that_were_not_measured_are_an_error(tiny: str) -> None:
 
 def test_a_start_is_measured_to_its_first_token(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "kept"))
-    text, found = startup.run(tiny, {"num_threads": 1, "max_model_len": 128, "enable_prefix_caching": False}, 1)
+    monkeypatch.setattr(startup.hub, "resolve", {"owner/its-name": Path(tiny)}.__getitem__)
+    text, found = startup.run("owner/its-name", {"num_threads": 1, "max_model_len": 128, "enable_prefix_caching": False}, 1)
     assert {(way, when) for way, times in found["results"].items() for when in times} == {(w, t) for w in startup.WAYS for t in startup.TIMES}
     for times in found["results"].values():
         for measured in times.values():
             assert measured["seconds"]["median"] > 0 and measured["anonymous_bytes"]["median"] > 1 << 20
     assert found["config"]["scheduler"]["max_model_len"] == 128 and not found["config"]["kv"]["enable_prefix_caching"]
-    assert found["config"]["model"]["model"] == "tiny" and "serve, again" in text
+    assert found["config"]["model"]["model"] == "its-name" and "serve, again" in text
     assert not list((tmp_path / "kept").glob("packed/*")), "the user's own cache is left alone"
     with pytest.raises(WorkerDied, match=r"(?s)status 1: .*the model was made for 2048 tokens at most$"):
-        startup.run(tiny, {"max_model_len": 1 << 20}, 1)
+        startup.run("owner/its-name", {"max_model_len": 1 << 20}, 1)

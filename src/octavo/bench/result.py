@@ -20,8 +20,13 @@ def head(config: Config | None) -> dict[str, Any]:
 
     settings = None if config is None else asdict(config)
     if settings is not None:
-        settings["model"]["model"] = Path(settings["model"]["model"]).name  # which model, and not whose folder
+        settings["model"]["model"] = model_name(settings["model"]["model"])
     return {"octavo": octavo.__version__, **commit(), "build": native_info(), "machine": machine(), "config": settings}
+
+
+def model_name(given: str) -> str:
+    """Of a model as it was asked for: which one, and not in whose folder."""
+    return Path(given).name
 
 
 def commit() -> dict[str, Any]:

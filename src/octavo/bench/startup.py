@@ -53,6 +53,7 @@ def run(model: str, settings: dict[str, Any], repeat: int) -> tuple[str, dict[st
                 starts[way, when].append(start)
                 tell(f"round {number + 1} of {repeat}: {way}, {when} {start.seconds:.2f} s")
     facts = starts["offline", "first"][0].facts
+    facts["config"]["model"]["model"] = result.model_name(model)  # the processes were given its path
     results: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
     rows = []
     for (way, when), found in starts.items():
@@ -128,9 +129,7 @@ def _child(model: str, settings: dict[str, Any]) -> None:
     llm = LLM(model, **settings)
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
     next(stream)
-    config = asdict(llm.config)
-    config["model"]["model"] = Path(model).name
-    print(json.dumps({"anonymous": _anonymous(os.getpid()), "weight_bytes": llm.ledger.weights, "config": config}), flush=True)
+    print(json.dumps({"anonymous": _anonymous(os.getpid()), "weight_bytes": llm.ledger.weights, "config": asdict(llm.config)}), flush=True)
     llm.shutdown()
 
 
