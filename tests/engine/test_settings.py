@@ -75,6 +75,18 @@ def test_kv_cache_dtypes(given: str, kept: str) -> None:
     assert make_config("m", kv_cache_dtype=given).kv.kv_cache_dtype == kept
 
 
+def test_the_help_lists_the_kv_cache_dtypes_that_the_error_does() -> None:
+    from octavo.cli.options import KV_DTYPES
+
+    with pytest.raises(ConfigError) as caught:
+        make_config("m", kv_cache_dtype="fp9")
+    assert caught.value.message == f"kv_cache_dtype must be {KV_DTYPES}, not 'fp9'"
+    with pytest.raises(UnsupportedError, match=r"fp8 \(= fp8_e4m3\), int8 and int4 are$"):
+        make_config("m", kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(ConfigError, match=r"^dtype must be auto, bfloat16 or float32, not 'fp8'$"):
+        make_config("m", dtype="fp8")
+
+
 def test_torchs_names_of_types() -> None:
     import torch
 

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from octavo.engine.llm import LLM
 
 ENGINE, SAMPLING = "Engine", "Sampling"
+KV_DTYPES = "auto, bfloat16, float32, fp8 (= fp8_e4m3), int8 or int4"
 
 Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a Hub id, or a short name such as smollm2.", show_default=False,
                                       metavar="MODEL")]
 Revision = Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.", rich_help_panel=ENGINE)]
 Dtype = Annotated[str | None, typer.Option(help="auto (bfloat16), bfloat16 or float32.", rich_help_panel=ENGINE)]
-KvDtype = Annotated[str | None, typer.Option("--kv-cache-dtype", help="auto, bfloat16, fp8, int8 or int4.", rich_help_panel=ENGINE)]
+KvDtype = Annotated[str | None, typer.Option("--kv-cache-dtype", help=f"{KV_DTYPES}.", rich_help_panel=ENGINE)]
 KvBytes = Annotated[int | None, typer.Option("--kv-cache-memory-bytes", help="Bytes of the KV pool.", rich_help_panel=ENGINE)]
 
 Table = dict[str, tuple[Any, str, tuple[str, ...]]]  # name → type, help (none: left out of it), declarations other than --its-name
@@ -49,7 +50,7 @@ ENGINE_OPTIONS: Table = {
     "tokenizer": (str, "Directory or .gguf file to take the tokenizer from, if not the model.", ()),
     "revision": (str, "Hub revision: branch, tag or commit.", ()),
     "block_size": (int, "Tokens in a KV block: 16.", ()),
-    "kv_cache_dtype": (str, "auto: the compute dtype; bfloat16, fp8, int8, int4.", ()),
+    "kv_cache_dtype": (str, f"{KV_DTYPES}; auto is the compute dtype.", ()),
     "quantization": (str, "Of weights: int8, int4, int4_g128, gguf (as stored). Default: none.", ()),
     "kv_cache_dir": (str, "Folder in which hot cached prefixes are kept from one start to the next.", ()),
     "kv_cache_dir_bytes": (int, "Most bytes to keep there (default 1 GiB).", ()),

@@ -211,7 +211,10 @@ def _dtype(value: Any, name: str, served: Mapping[str, str] = DTYPES, known: tup
         value = str(value).removeprefix("torch.")
     if isinstance(value, str) and value in served:
         return served[value]
-    names = list(dict.fromkeys(served.values()))
+    first: dict[str, str] = {}  # of the names for one thing
+    for given, meant in served.items():
+        first.setdefault(meant, given if given == meant else f"{given} (= {meant})")
+    names = list(first.values())
     if isinstance(value, str) and value in known:
         raise UnsupportedError(f"{name}={shown(value)} is not served: {', '.join(names[:-1])} and {names[-1]} are", name)
     raise ConfigError(f"{name} must be {', '.join(names[:-1])} or {names[-1]}, not {shown(value)}", name)
