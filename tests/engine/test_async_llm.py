@@ -1,6 +1,7 @@
 """AsyncLLM over its own process with a tiny model: the same answers as LLM, and nothing lost or mixed up whoever leaves."""
 
 import asyncio
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,7 +191,7 @@ def test_a_long_text_is_refused_or_tokenized_without_holding_up_the_loop(served:
         await asyncio.sleep(0.01)
         with pytest.raises(ContextTooLong, match="256 tokens"):
             await served.tokenize("word " * 1_000_000)
-        served._longest_token, kept = None, served._longest_token  # as for a tokenizer that no bound is known of
+        served._longest_token, kept = math.inf, served._longest_token  # as for a tokenizer that no bound is known of
         try:
             before = turns
             with pytest.raises(ContextTooLong, match="256"):

@@ -98,7 +98,7 @@ class AsyncLLM:
         self._report = report
         self._most_queued = most
         self._pool = ThreadPoolExecutor(TEXT_THREADS, "octavo-text")
-        self._longest_token: int | None = 0  # of TextSide.longest_token, looked at when the first long text comes: that costs 0.1 s
+        self._longest_token: float | None = None  # TextSide.longest_token, looked at when the first long text comes: that costs 0.1 s
         self._ready: asyncio.Future[Ready] | None = None
         self._started = self._shut = False
 
@@ -328,10 +328,8 @@ class AsyncLLM:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None else prompt
         if not isinstance(text, str) or len(text) * 4 <= self.max_model_len:  # that one may fit if a token has a byte
             return
-        if self._longest_token == 0:
-            self._longest_token = await self._in_pool(self._text.longest_token)
         if self._longest_token is None:
-            return
+            self._longest_token = await self._in_pool(self._text.longest_token)
         most = self.max_model_len * self._longest_token
         if len(text) * 4 > most and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
             raise ContextTooLong(

@@ -1,5 +1,6 @@
 """The text side of an engine: tokenizer, chat template, end tokens, sampling defaults. The server's process holds it, the engine's never."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +49,16 @@ class TextSide:
             found.append(f"the vocabulary has no token for the bytes {names} (control characters and the like): texts lose them")
         return found
 
-    def longest_token(self) -> int | None:
-        """The most bytes of a text that one token takes in; None where no number can be told. Cost: one pass over the vocabulary."""
+    def longest_token(self) -> float:
+        """The most bytes of a text that one token takes in; infinity where no number can be told. Cost: one pass over the vocabulary."""
         tokenizer = self.tokenizer
         backend = getattr(tokenizer, "_backend", None)
         if tokenizer is None or backend is None:
-            return None
+            return math.inf
         shrink = SHRINKS.get(type(backend.normalizer).__name__)
-        return shrink and shrink * max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+        if shrink is None:
+            return math.inf
+        return shrink * max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
 
 def load_text(config: Config, path: Path, checkpoint: Any, spec: ModelSpec) -> TextSide:
