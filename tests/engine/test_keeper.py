@@ -84,7 +84,7 @@ class TestFiles:
             path.write_bytes(b"")
         elif damage == "foreign":
             other = tmp_path / "other"
-            other.mkdir()
+            other.mkdir(mode=0o700)
             self.fill(str(make_tiny(tmp_path / "model", scale=0.3, seed=1)), other)
             os.replace(kept_file(other), path)
         else:
@@ -216,6 +216,14 @@ class TestFiles:
         llm.shutdown()
         assert "could not be kept" in caplog.text
 
+    def test_a_folder_that_others_may_write_by_now_is_not_written(self, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        llm = make(folder, "native", kv_cache_dir=tmp_path)
+        cached(llm)
+        tmp_path.chmod(0o777)
+        llm.shutdown()
+        tmp_path.chmod(0o700)
+        assert "could not be kept" in caplog.text and "chmod go-w" in caplog.text and not list(tmp_path.glob("*" + keeper.SUFFIX))
+
     def test_other_files_make_room_and_unfinished_ones_go(self, folder: str, tmp_path: Path) -> None:
         def put(name: str, nbytes: int, age: float) -> Path:
             path = tmp_path / name
@@ -272,3 +280,16 @@ def test_a_folder_that_cannot_be(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dir") as caught:
         keeper.check_folder(str(tmp_path / name))
     assert caught.value.param == "kv_cache_dir"
+
+
+def test_a_folder_that_nothing_would_be_read_from_is_refused_at_the_start(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ConfigError, match=r"^kv_cache_dir '.*' can be written by others \(mode 1777\): chmod go-w$") as caught:
+        make(folder, BACKENDS[0], kv_cache_dir=tmp_path)
+    assert caught.value.param == "kv_cache_dir" and not list(tmp_path.iterdir())
+    tmp_path.chmod(0o755)
+    assert keeper.check_folder(str(tmp_path)) == tmp_path
+    look, other = os.stat, os.geteuid() + 1234
+    monkeypatch.setattr(os, "stat", lambda *args, **more: os.stat_result([*(found := look(*args, **more))[:4], other, *found[5:]]))
+    with pytest.raises(ConfigError, match=f"^kv_cache_dir '.*' belongs to another user .{other}."):
+        keeper.check_folder(str(tmp_path))

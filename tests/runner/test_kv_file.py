@@ -52,6 +52,10 @@ def test_what_others_could_have_written_is_not_believed(path: Path, mode: int) -
     path.parent.chmod(mode)
     with pytest.raises(KvFileError, match=f"its folder can be written by others .mode {mode:04o}."):
         read(path)
+    whole = path.read_bytes()
+    with pytest.raises(KvFileError, match=f"its folder can be written by others .mode {mode:04o}."):
+        write_kv_file(path, IDENTITY, [], block)
+    assert path.read_bytes() == whole
     path.parent.chmod(0o755)
     assert read(path)
     path.chmod(0o660)

@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.kv.manager import KvManager
 from octavo.models.spec import ModelSpec
 from octavo.ops.table import NUMERIC_CONTRACT, KvStore
-from octavo.runner.kv_file import Identity, KvFile, KvFileError, stamp_of, write_kv_file
+from octavo.runner.kv_file import Identity, KvFile, KvFileError, check_writers, stamp_of, write_kv_file
 from octavo.runner.memory import size
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.identity import checkpoint_hash
@@ -68,7 +68,7 @@ class KvKeeper:
             if keys and (keys != self._saved or self._stamp != stamp_of(self.path)):  # others may have replaced or removed it
                 write_kv_file(self.path, self._identity, keys, lambda number: self._store.read_block(blocks[number]))
             self._tidy()
-        except OSError as error:
+        except (OSError, KvFileError) as error:
             LOGGER.warning("the KV cache could not be kept in %s: %s", self.path, error)
 
     def forget(self) -> None:
@@ -112,7 +112,7 @@ def open_keeper(config: Config, spec: ModelSpec, checkpoint: Checkpoint, kv: KvM
 
 
 def check_folder(path: str) -> Path:
-    """The folder, made if it is not there. Raises: ConfigError when it cannot be written."""
+    """The folder, made if it is not there. Raises: ConfigError when it cannot be written, or others could write what would be read from it."""
     folder = Path(path)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,6 +123,10 @@ def check_folder(path: str) -> Path:
         raise ConfigError(f"kv_cache_dir {path!r} cannot be made: {getattr(error, 'strerror', None) or error}", "kv_cache_dir") from error
     if not usable:
         raise ConfigError(f"kv_cache_dir {path!r} cannot be read and written by this user", "kv_cache_dir")
+    try:
+        check_writers(f"kv_cache_dir {path!r}", folder)
+    except KvFileError as error:
+        raise ConfigError(str(error), "kv_cache_dir") from None
     return folder
 
 

@@ -4,7 +4,7 @@
 
 Keys come most recently used first, and no key before its parent; block i belongs to key i. Nothing is believed before its digest was
 computed again, nor if somebody else could have written it: a damaged, cut or foreign file is a KvFileError that says what is wrong. It
-holds what users wrote, in the form of numbers, so only its user may read it.
+holds what users wrote, in the form of numbers, so only its user may read it; and it is written only where it would be believed.
 """
 
 import hashlib
@@ -43,7 +43,8 @@ class KvFile:
         except OctavoError as error:
             raise KvFileError(error.message) from None
         try:
-            _check_writers(path, os.fstat(self._file.fileno()))
+            check_writers("it", self._file.fileno())
+            check_writers("its folder", path.parent)
             self.keys, self._digests, self._start = _read_index(self._file, identity, block_bytes)
         except BaseException:
             self._file.close()
@@ -87,8 +88,9 @@ def stamp_of(file: Path | int) -> tuple[int, int] | None:
 def write_kv_file(path: Path, identity: Identity, keys: Sequence[bytes], block: Callable[[int], memoryview]) -> None:
     """Replace the file by one with these keys; ``block(number)`` gives the bytes of each, the same ones when it is asked again.
 
-    Raises: OSError; then the old file is as it was.
+    Raises: OSError; KvFileError for a folder that it would not be read from. Then the old file is as it was.
     """
+    check_writers("its folder", path.parent)
     head = json.dumps(dict(identity), sort_keys=True).encode()
     assert len(head) <= MOST_HEAD and all(len(key) == KEY_BYTES for key in keys)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -104,17 +106,18 @@ def write_kv_file(path: Path, identity: Identity, keys: Sequence[bytes], block: 
     write_atomically(path, write)
 
 
-def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Digests show damage, not who wrote: numbers in the cache decide what a model says. Raises: KvFileError."""
+def check_writers(what: str, file: Path | int) -> None:
+    """Digests show damage, not who wrote: numbers in the cache decide what a model says. So nobody but this user and root may be able to
+    write a file, or to put one into a folder. ``what``: its name in the error. Raises: KvFileError.
+    """
     try:
-        folder = os.stat(path.parent)
+        status = os.stat(file)
     except OSError as error:
-        raise KvFileError(f"its folder cannot be looked at: {error}") from None
-    for what, found in (("it", status), ("its folder", folder)):
-        if found.st_uid not in (os.geteuid(), 0):
-            raise KvFileError(f"{what} belongs to another user ({found.st_uid}), who could have written it")
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise KvFileError(f"{what} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w")
+        raise KvFileError(f"{what} cannot be looked at: {error}") from None
+    if status.st_uid not in (os.geteuid(), 0):
+        raise KvFileError(f"{what} belongs to another user ({status.st_uid}), who could have written it")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KvFileError(f"{what} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}): chmod go-w")
 
 
 def _read_index(file: BinaryIO, identity: Identity, block_bytes: int) -> tuple[list[bytes], list[bytes], int]:
