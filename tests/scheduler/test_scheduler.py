@@ -438,6 +438,29 @@ def test_a_sample_goes_on_without_the_one_it_would_have_forked(caching: bool) ->
         assert {name: sum(len(d.tokens) for d in deltas) for name, deltas in news.items()} == {"g/1": 9, "g/2": 9}
 
 
+@pytest.mark.parametrize(("outputs", "taken"), [((99, 2, 2), (0, 39)), ((4, 8, 2), (32, 0))], ids=["forked", "found"])
+def test_samples_that_another_request_comes_between_share_their_prompt_all_the_same(outputs: tuple[int, ...], taken: tuple[int, int]) -> None:
+    """Under lpm. The last sample takes the prompt over from the first one while that runs, and later finds it in the cache."""
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=200, policy="lpm"), KvManager(64, prefix_caching=True))
+    executor = SimExecutor(2, 64, max_tokens=200)
+    long = make_request("w", 120, 1)
+    scheduler.add(long)
+    drain(scheduler, executor)
+    for request, output in zip(group(40, 3), outputs, strict=True):
+        request.max_total = 40 + output
+        scheduler.add(request)
+    for _ in range(2):
+        step(scheduler, executor)
+    scheduler.add(Request("x", long.prompt, SamplingParams(max_tokens=2), 122))
+    assert [request.id for request in scheduler.waiting] == ["x", "g/2"] and {r.id for r in scheduler.running} == {"g/0", "g/1"}
+    admitted = []
+    while scheduler.has_unfinished:
+        plan, _ = step(scheduler, executor)
+        assert plan is not None
+        admitted += [(e.request_id, e.cached_tokens, e.forked_tokens) for e in plan.events if isinstance(e, Admitted)]
+    assert admitted == [("x", 112, 0), ("g/2", *taken)]
+
+
 def test_a_parked_sample_can_be_aborted() -> None:
     scheduler, executor = make(tokens=20)
     for request in group(50, 3):

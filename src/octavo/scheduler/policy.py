@@ -121,6 +121,9 @@ class LongestPrefix(Policy):
     ``cached_tokens``: what the cache holds of a request now; asking must change nothing. It is asked when a request arrives,
     and then of the head and some others of the queue at each plan, in turns.
 
+    Samples of one prompt may have been asked at different times, so others can come between them. That costs no sharing: while one of
+    them has the prompt's blocks, those are a hit of the next one's.
+
     Why nobody starves: a request is passed only by those that come less than (their cached tokens) / rate seconds after it,
     and those are at most the context.
     """
