@@ -2,6 +2,7 @@
 
 With a cache the model says who may share what by text alone: a block's worth of text is held once for all whose table begins with it,
 and in the cache until it was used longest ago of all that nobody holds. With a tier, a victim's blocks are copied there, if all of them fit.
+The beams of a search are requests that stand behind the first of them, and are chosen anew when the rows of all are in.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from octavo.kv.manager import KvManager
 from octavo.kv.tier import SwapTier
 from octavo.scheduler.policy import POLICIES, make_policy
 from octavo.scheduler.scheduler import Scheduler
-from octavo.simulate.executor import SimExecutor, hash_sequence, next_token
+from octavo.simulate.executor import SimExecutor, hash_sequence, logprob, next_token
 
 VOCAB = 3
 
@@ -30,7 +31,7 @@ class Block:
 
 WEIGHTS = {"": 1.0, "a": 2.0, "b": 0.5}  # by which division is exact
 PACE = 2  # seconds from step to step
-Case = tuple[int, int, int, str, bool, int, list[tuple[int, int, int, str, int, int]], list[int]]
+Case = tuple[int, int, int, str, bool, int, list[tuple[int, int, int, str, int, int, int]], list[int]]
 
 
 class Seq:
@@ -49,10 +50,36 @@ class Seq:
         self.kept = 0  # tokens that they hold
         self.turn = 0  # when it was served last
         self.state = "waiting"
+        self.group: Group | None = None
 
     @property
     def known(self) -> int:
         return len(self.text)
+
+    @property
+    def head(self) -> "Seq":
+        return self.group.members[0] if self.group else self
+
+    @property
+    def family(self) -> "list[Seq]":
+        return self.group.members if self.group else [self]
+
+
+class Group:
+    """The beams of one search."""
+
+    def __init__(self, members: list[Seq]) -> None:
+        self.members = members
+        self.beams = [(0.0, members[0])]  # sums, the best first: one has the prompt for all
+        self.rows: set[Seq] = set()  # whose next tokens are known
+        self.idle: set[Seq] = set()  # have blocks, and nothing to compute yet
+        self.trunk = 0  # tokens that the idle ones will have from the first member, once it has computed them
+        for s in members:
+            s.group = self
+
+    def common(self) -> int:
+        columns = zip(*(s.text for _, s in self.beams))
+        return next(place for place, tokens in enumerate(columns) if len(set(tokens)) > 1)
 
 
 class Model:
@@ -63,11 +90,13 @@ class Model:
         self.out = self.back = 0  # blocks copied to the tier and from it
         self.seqs: list[Seq] = []
         self.turns = self.stamps = 0
+        self.trunks: list[Group] = []  # resumed, and the others wait for the first member
         self.kept: list[Block] = []  # what can be found
         self.served = dict.fromkeys(WEIGHTS, 0.0)  # tenant → weighted tokens over weight
         self.last_waited: str | None = None
 
-    def arrive(self, s: Seq, cached: int) -> None:
+    def arrive(self, s: Seq, cached: int, others: list[Seq]) -> None:
+        """``others``: the beams that it stands for."""
         waiting = {other.tenant for other in self.in_state("waiting")}
         if s.tenant not in waiting:
             if waiting:
@@ -75,7 +104,9 @@ class Model:
             elif self.last_waited is not None:
                 self.served[s.tenant] = max(self.served[s.tenant], self.served[self.last_waited])
         s.hit = cached
-        self.seqs.append(s)
+        self.seqs += [s, *others]
+        for other in others:
+            other.state = "behind"
 
     def urgency(self, s: Seq) -> float:
         return {"fcfs": 0.0, "lpm": 0.0, "priority": s.priority, "fair": self.served[s.tenant]}[self.policy]
@@ -139,10 +170,64 @@ class Model:
         kept = min(s.done, s.known - 1)
         blocks = s.blocks[: self.need(kept)]
         new = [block for block in blocks if block not in copied]
-        if self.in_tier() + len(new) <= self.tier:
+        if blocks and self.in_tier() + len(new) <= self.tier:
             copied.update((block, object()) for block in new)
             s.copies, s.kept = [copied[block] for block in blocks], kept
             self.out += len(new)
+
+    def come_back(self, s: Seq, matched: int) -> None:
+        """The first blocks of a sequence are there; more of them may be in the tier."""
+        s.done, s.sealed = max(matched * self.size, s.kept), matched if self.caching else 0
+        self.back += max(0, self.need(s.kept) - matched)
+        s.kept, s.copies = 0, []
+
+    def take_trunk(self, group: Group) -> None:
+        """The first member has what all beams begin with: the others take it over, or more of their own from the cache, or from the tier."""
+        leader, *others = group.members
+        self.trunks.remove(group)
+        group.idle = set()
+        shared = leader.blocks[: group.trunk // self.size]
+        for s in others:
+            s.blocks = shared + self.match(s)[len(shared) :]
+            there = len(s.blocks)
+            self.take(s, self.need(min(s.known + 1, s.end - 1)) - there)
+            self.come_back(s, there)
+
+    def select(self, group: Group) -> None:
+        """The rows of all beams are in: of all that may follow the best are the next beams, or the search is over."""
+        group.rows = set()
+        if group.members[0].known + 1 == group.members[0].end:
+            for s in group.members:
+                self.give_up(s, "finished")
+            return
+        every = []
+        for place, (total, s) in enumerate(group.beams):
+            for token in range(VOCAB):
+                more = logprob(hash_sequence(s.text), token)
+                every.append((-(total + more), place, -more, token))
+        best = sorted(every)[: len(group.members)]
+        parents = [group.beams[place][1] for _, place, _, _ in best]
+        spare = [s for s in group.members if s not in parents]
+        beams = []
+        for number, ((minus, _, _, token), parent) in enumerate(zip(best, parents)):
+            s = parent
+            if parent in parents[:number]:
+                s = spare.pop()
+                self.take_over(s, parent)
+            beams.append((-minus, s, token))
+        for _, s, token in beams:
+            s.text.append(token)
+        group.beams = [(total, s) for total, s, _ in beams]
+        group.idle = set()
+
+    def take_over(self, s: Seq, parent: Seq) -> None:
+        """Its own blocks pay for a copy of what the parent has begun, or for its next token's place."""
+        before = s.blocks
+        self.give_up(s, "running")
+        paid = any(block not in self.live() for block in before)
+        full = parent.done // self.size
+        s.text, s.done, s.blocks, s.sealed = list(parent.text), parent.done, parent.blocks[:full], full if self.caching else 0
+        self.take(s, self.need(s.done + paid) - full)
 
     def need(self, tokens: int) -> int:
         return (tokens + self.size - 1) // self.size
@@ -152,11 +237,14 @@ class Model:
 
     def step(self, budget: int, cached: Callable[[str], int]) -> dict[str, tuple[int, int, bool]]:
         """Name → (first position, tokens, samples?)."""
+        for group in list(self.trunks):
+            if group.members[0].done >= group.trunk:
+                self.take_trunk(group)
         part: dict[Seq, int] = {}
         seen: set[Seq] = set()
         copied: dict[Block, object] = {}
         while budget > 0:
-            rest = [s for s in self.in_state("running") if s not in seen]
+            rest = [s for s in self.in_state("running") if s not in seen and s.known > s.done and not (s.group and s in s.group.idle)]
             if not rest:
                 break
             fewest = min(s.known - s.done for s in rest)
@@ -166,11 +254,14 @@ class Model:
             seen.add(s)
             count = min(fewest, budget)
             while s.state == "running" and self.need(s.done + count) > len(s.blocks) + self.available():
-                loser = max(self.in_state("running"), key=self.place)
-                budget += part.pop(loser, 0)
-                self.swap(loser, copied)
-                self.give_up(loser, "waiting")
-                loser.done = 0
+                for loser in max((s.head for s in self.in_state("running")), key=self.place).family:
+                    budget += part.pop(loser, 0)
+                    self.swap(loser, copied)
+                    self.give_up(loser, "waiting" if loser is loser.head else "behind")
+                    loser.done = 0
+                    if loser.group:
+                        loser.group.rows, loser.group.idle = set(), set()
+                        self.trunks = [group for group in self.trunks if group is not loser.group]
             if s.state == "running":
                 self.take(s, self.need(s.done + count) - len(s.blocks))
                 part[s] = count
@@ -180,19 +271,27 @@ class Model:
         if budget > 0 and len(self.in_state("running")) < self.places:
             for s in self.in_state("waiting"):
                 s.hit = cached(s.name)
+        budget -= sum(s.group is not None and s not in part for s in self.in_state("running"))  # beams that have their turn later
         while budget > 0 and self.in_state("waiting") and len(self.in_state("running")) < self.places:
             s = min(self.in_state("waiting"), key=self.place)
+            width, running = len(s.family), len(self.in_state("running"))
+            if s.group and (running + width > self.places or (running and width > budget)):
+                break
             wanted = min(self.need(s.known) + 1, self.need(s.end - 1))  # its context and a block, if it can ever use that
+            resumed = s.group is not None and len(s.group.beams) > 1
+            reserve = 0  # each other beam holds what it will not share, its next token's place included
+            if s.group:
+                s.group.trunk = s.group.common() // self.size * self.size if resumed else s.prompt
+                reserve = max(1, self.need(min(s.known + 1, s.end - 1)) - s.group.trunk // self.size)
+                wanted += (width - 1) * reserve
             matched = self.match(s)
             s.blocks = list(matched)
             if wanted - len(matched) > self.available():  # the matched ones are live now, so they are in nobody's way
                 s.blocks = []
                 break
             self.take(s, self.need(s.known) - len(matched))
-            found = len(matched) * self.size
-            s.state, s.done, s.sealed = "running", max(found, s.kept), len(matched)
-            self.back += max(0, self.need(s.kept) - len(matched))
-            s.kept, s.copies = 0, []
+            s.state = "running"
+            self.come_back(s, len(matched))
             if s.tenant not in {other.tenant for other in self.in_state("waiting")}:
                 self.last_waited = s.tenant
             if s.fresh:
@@ -201,6 +300,14 @@ class Model:
             part[s] = min(s.known - s.done, budget)
             budget -= part[s]
             self.seal(s, s.done + part[s])
+            if s.group:
+                for other in s.family[1:]:
+                    other.state = "running"
+                    self.take(other, reserve)
+                s.group.idle = set(s.family[1:])
+                if resumed:
+                    self.trunks.append(s.group)
+                budget -= width - 1
         plan = {}
         for s, count in part.items():
             samples = s.done + count == s.known
@@ -209,8 +316,13 @@ class Model:
             s.turn = self.turns
             s.done += count
             if samples:
-                s.text.append(next_token(hash_sequence(s.text), 0, VOCAB))
                 self.served[s.tenant] += 2 / WEIGHTS[s.tenant]
+                if s.group:
+                    s.group.rows.add(s)
+                    if len(s.group.rows) == len(s.group.beams):
+                        self.select(s.group)
+                    continue
+                s.text.append(next_token(hash_sequence(s.text), 0, VOCAB))
                 if s.known == s.end:
                     self.give_up(s, "finished")
         return plan
@@ -218,23 +330,50 @@ class Model:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    blocks, size = draw(st.integers(1, 7)), draw(st.sampled_from([1, 2, 4]))
+    blocks, size = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 4]))
     seqs = draw(
         st.lists(
             st.tuples(
                 st.integers(1, blocks * size), st.integers(1, 10), st.integers(-1, 1), st.sampled_from(sorted(WEIGHTS)), st.integers(0, 12),
-                st.integers(0, 1),
+                st.integers(0, 1), st.sampled_from([0, 0, 1, 2, 3]),
             ), min_size=1, max_size=6,
         )
-    )  # prompt, output, priority, tenant, the step it comes at, what it is about
+    )  # prompt, output, priority, tenant, the step it comes at, what it is about, beams (0: it samples)
     budgets = draw(st.lists(st.integers(1, 10), min_size=1, max_size=8))
     tier = draw(st.sampled_from([0, 1, 2, 4, 100]))
-    return blocks, size, draw(st.integers(1, 4)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), tier, seqs, budgets
+    return blocks, size, draw(st.integers(1, 5)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), tier, seqs, budgets
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> Case:
+    """Long outputs of searches, mostly, that come together, so that groups give way and come back."""
+    blocks, size = draw(st.integers(4, 12)), draw(st.sampled_from([1, 2, 4]))
+    seqs = draw(
+        st.lists(
+            st.tuples(
+                st.integers(1, blocks * size // 2), st.integers(4, 16), st.integers(-1, 1), st.sampled_from(sorted(WEIGHTS)), st.integers(0, 6),
+                st.integers(0, 1), st.sampled_from([2, 0, 2, 3]),
+            ), min_size=3, max_size=6,
+        )
+    )
+    budgets = draw(st.lists(st.integers(1, 8), min_size=1, max_size=8))
+    tier = draw(st.sampled_from([100, 0, 4]))
+    return blocks, size, draw(st.integers(4, 7)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), tier, seqs, budgets
 
 
 @settings(max_examples=800, deadline=None)
 @given(cases())
 def test_every_plan_is_the_models(case: Case) -> None:
+    follow(case)
+
+
+@settings(max_examples=400, deadline=None)
+@given(crowds())
+def test_every_plan_of_a_crowd_is_the_models(case: Case) -> None:
+    follow(case)
+
+
+def follow(case: Case) -> None:
     blocks, size, places, policy, caching, tier, wanted, budgets = case
     most = max(budgets)
     kv = KvManager(blocks, size, prefix_caching=caching)
@@ -254,16 +393,26 @@ def test_every_plan_is_the_models(case: Case) -> None:
     executor = SimExecutor(places, blocks, size, vocab=VOCAB, max_tokens=most, tier_slots=tier)
     model = Model(policy, blocks, size, places, caching, tier)
     slot_of: dict[int, str] = {}
-    late = max(arrival for *_, arrival, _ in wanted)
+    late = max(arrival for *_, arrival, _, _ in wanted)
     while step <= late or scheduler.has_unfinished or model.in_state("waiting"):
-        for i, (prompt, output, priority, tenant, arrival, topic) in enumerate(wanted):
+        for i, (prompt, output, priority, tenant, arrival, topic, beams) in enumerate(wanted):
             if arrival == step:
-                name = f"r{i}"
+                width, whole = max(1, beams), prompt // size
+                if width > places or whole + width > blocks:  # the search could not run, even alone
+                    beams, width = 0, 1
                 params = SamplingParams(max_tokens=output, ignore_eos=True)
-                at = arrival * PACE
-                scheduler.add(Request(name, [topic] * prompt, params, prompt + output, arrival=at, priority=priority, tenant=tenant))
-                end = min(prompt + output, blocks * size + 1)
-                model.arrive(Seq(name, len(model.seqs), [topic] * prompt, end, priority, tenant, at), cached(name))
+                if beams:
+                    params = SamplingParams(max_tokens=output, ignore_eos=True, use_beam_search=True, best_of=beams)
+                names, at = [f"r{i}", *(f"r{i}/{number}" for number in range(1, width))], arrival * PACE
+                end = min(prompt + output, (whole + (blocks - whole) // width) * size + 1)
+                made = []
+                for name in names:
+                    scheduler.add(Request(name, [topic] * prompt, params, prompt + output, arrival=at, priority=priority, tenant=tenant,
+                                          fork_of="" if name == names[0] else names[0]))
+                    made.append(Seq(name, len(model.seqs) + len(made), [topic] * prompt, end, priority, tenant, at))
+                if beams:
+                    Group(made)
+                model.arrive(made[0], cached(names[0]), made[1:])
         expected = model.step(budgets[step % len(budgets)], cached)
         plan = scheduler.plan(step * PACE)
         got = {}
