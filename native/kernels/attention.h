@@ -270,9 +270,12 @@ template <class E, class S> static void score_tile(const QueryTile &tile, const 
                 for (; j < to; j++) dot_scores<S, MR, 1>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, PARTITION);
             });
         } else {
-            for (int j = from; j < to; j++)
-                product_rows<E>(n, 1, queries<E, S>(tile) + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, ahead ? (ahead[j] - k[j]) / (int64_t)sizeof(S) : 0,
+            for (int j = from; j < to; j++) {
+                Fetch fetch;
+                if (ahead) fetch = fetch_beside(ahead[j], kv_half<S>(tile.dp), k[j], 1, 1, tile.dp);
+                product_rows<E>(n, 1, queries<E, S>(tile) + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, fetch,
                                 tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
+            }
         }
     }
 }

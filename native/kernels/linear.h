@@ -50,11 +50,14 @@ template <class E> static void linear_few(const Op &op, const Run &run, const Pa
     }
     const E *w = (const E *)op.p[1];
     float acc[4 * MAX_ROWS * LANES] __attribute__((aligned(64)));
+    const auto width = [&](int64_t p) { return to - p < 4 ? to - p : 4; };
     for (int64_t p = from; p < to; p += 4) {
-        const int np = to - p < 4 ? (int)(to - p) : 4;
+        const int np = (int)width(p), times = (rows + MAX_ROWS - 1) / MAX_ROWS;
+        Fetch next;
+        if (p + 4 < to) next = fetch_beside(w + (p + 4) * stride, width(p + 4) * stride * (int64_t)sizeof(E), w + p * stride, np, times, kp);
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
-            product_rows<E>(n, np, a + r * kp, kp, w + p * stride, stride, kp, r == 0 ? 4 * stride : 0, acc, MAX_ROWS * LANES, LANES);
+            product_rows<E>(n, np, a + r * kp, kp, w + p * stride, stride, kp, next, acc, MAX_ROWS * LANES, LANES);
             finish<E>(op, part.row0 + r, n, p, np, acc, MAX_ROWS * LANES);
         }
     }
@@ -73,20 +76,18 @@ template <class E> static void linear_many(const Op &op, const Run &run, const P
     for (int64_t next = next_task(part.counter); next < columns * chunks;) {
         const int64_t task = next, chunk = task / columns, column = task % columns * 2;
         next = next_task(part.counter);
-        Fetch fetch;
-        if (next < columns * chunks) fetch = {(const char *)panels(next), (const char *)(panels(next) + 2 * stride)};
         const int64_t row0 = part.row0 + chunk * EXPAND_ROWS;
         const int64_t left = part.rows - chunk * EXPAND_ROWS;
         const int rows = left < EXPAND_ROWS ? (int)left : EXPAND_ROWS;
         const E *src = (const E *)op.p[0] + row0 * kp;
         if (sizeof(E) == 2 && held != chunk) expand(wide, src, rows * kp), held = chunk;
         const Operand<E> *a = sizeof(E) == 2 ? wide : (const Operand<E> *)(const void *)src;
-        const int64_t lines = stride * (int64_t)sizeof(E) / 64 * unit * MAX_ROWS / rows + 1;
+        Fetch fetch;
+        if (next < columns * chunks) fetch = fetch_beside(panels(next), 2 * stride * (int64_t)sizeof(E), panels(task), 2, (rows + MAX_ROWS - 1) / MAX_ROWS, kp);
         for (int64_t p = column; p < column + 2; p += unit)
             for (int r = 0; r < rows; r += MAX_ROWS) {
                 const int n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
-                fetch_some(fetch, lines);
-                product_rows<E>(n, unit, a + r * kp, kp, (const E *)op.p[1] + p * stride, stride, kp, 0, acc, MAX_ROWS * LANES, LANES);
+                product_rows<E>(n, unit, a + r * kp, kp, (const E *)op.p[1] + p * stride, stride, kp, fetch, acc, MAX_ROWS * LANES, LANES);
                 finish<E>(op, row0 + r, n, p, unit, acc, MAX_ROWS * LANES);
             }
     }

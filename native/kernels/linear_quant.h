@@ -2,7 +2,7 @@
 #pragma once
 
 struct QuantKernels {
-    void (*rows)(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead, float *out, int64_t out_stride);
+    void (*rows)(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, Fetch &next, float *out, int64_t out_stride);
     void (*column)(const uint8_t *panel, int64_t kp, int64_t column, float *out);
 #ifdef OCTAVO_AMX
     void (*expand)(const uint8_t *w, int64_t stride, int np, int64_t kp, char *out);
@@ -96,13 +96,10 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
     float acc[4 * QUANT_ROWS * LANES] __attribute__((aligned(64)));
     // Rows `from` … `to` times np panels from p on. Meanwhile the `more` panels from `then` on are fetched, which this thread reads next.
     const auto compute = [&](int64_t from, int64_t to, int64_t p, int np, int64_t then, int64_t more) {
-        const bool once = to - from <= QUANT_ROWS;  // few rows: line by line, beside the same lines of these panels
-        Fetch fetch = {(const char *)w + then * stride, (const char *)w + (once ? then : then + more) * stride};
-        const int64_t lines = more * stride / 64 * QUANT_ROWS / (to - from) + 1;
+        Fetch next = fetch_beside(w + then * stride, more * stride, w + p * stride, np, (to - from + QUANT_ROWS - 1) / QUANT_ROWS, kp);
         for (int64_t r = from; r < to; r += QUANT_ROWS) {
             const int n = to - r < QUANT_ROWS ? (int)(to - r) : QUANT_ROWS;
-            fetch_some(fetch, lines);
-            QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, once ? (then - p) * stride : 0, acc, QUANT_ROWS * LANES);
+            QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, next, acc, QUANT_ROWS * LANES);
             finish<E>(op, part.row0 + r, n, first + p, np, acc, QUANT_ROWS * LANES);
         }
     };

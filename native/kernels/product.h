@@ -71,9 +71,9 @@ template <class E> FN NF multiply_add(NF a, NF b, NF c) {
 }
 
 // c[panel][row] += one group of KB products, for NP panels that lie `stride` elements apart and MR rows of a.
-// `ahead`: elements to the data that this stream needs next (0: none), fetched into the second cache meanwhile.
+// `ahead`: bytes to what these streams need next (0: nothing), fetched into the second cache meanwhile.
 template <class E, int MR, int NP, int KB, class S>
-FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int64_t stride, int64_t ahead) {
+FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int64_t stride, int64_t ahead = 0) {
     NF e[NP][MR][NV] = {}, o[NP][MR][NV] = {};
 #pragma GCC unroll 2
     for (int k = 0; k < KB; k += 2) {
@@ -81,8 +81,8 @@ FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int6
         for (int p = 0; p < NP; p++) {
             const S *bp = b + p * stride + k * LANES;
             if (ahead) {
-                __builtin_prefetch(bp + ahead, 0, 2);
-                if (sizeof(S) == 4) __builtin_prefetch(bp + ahead + LANES, 0, 2);
+                __builtin_prefetch((const char *)bp + ahead, 0, 2);
+                if (sizeof(S) == 4) __builtin_prefetch((const char *)(bp + LANES) + ahead, 0, 2);
             }
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
@@ -106,7 +106,7 @@ FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int6
 
 #if defined(__AVX512BF16__)
 template <class E, int MR, int NP, int KB, class S>
-FN void group(NF (&c)[NP][MR][NV], const Woven *a, int64_t lda, const S *b, int64_t stride, int64_t ahead) {
+FN void group(NF (&c)[NP][MR][NV], const Woven *a, int64_t lda, const S *b, int64_t stride, int64_t ahead = 0) {
     NF e[NP][MR] = {}, o[NP][MR] = {};
 #pragma GCC unroll 2
     for (int k = 0; k < KB; k += 4) {
@@ -114,7 +114,7 @@ FN void group(NF (&c)[NP][MR][NV], const Woven *a, int64_t lda, const S *b, int6
         for (int p = 0; p < NP; p++) {
             const S *bp = b + p * stride + k * LANES;
             if (ahead)
-                for (int i = 0; i < (int)sizeof(S); i++) __builtin_prefetch((const char *)(bp + ahead) + i * 64, 0, 2);
+                for (int i = 0; i < (int)sizeof(S); i++) __builtin_prefetch((const char *)bp + ahead + i * 64, 0, 2);
             NU even, odd;
             Weave<S>::quad(bp, &even, &odd);
             const auto link = [&](NF sum, NU w, const Woven *x) __attribute__((always_inline)) {
@@ -136,12 +136,17 @@ FN void group(NF (&c)[NP][MR][NV], const Woven *a, int64_t lda, const S *b, int6
 }
 #endif
 
-// out[panel·out_stride + row·ldo + 16] = rows · panels over kp products. A: Operand<E, S>.
+// out[panel·out_stride + row·ldo + 16] = rows · panels over kp products. A: Operand<E, S>. `next` is fetched meanwhile, as far as it comes.
 template <class E, int MR, int NP, class A, class S>
-static __attribute__((noinline)) void product(const A *a, int64_t lda, const S *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
+static __attribute__((noinline)) void product(const A *a, int64_t lda, const S *b, int64_t stride, int64_t kp, Fetch &next, float *out,
                                               int64_t out_stride, int64_t ldo) {
     NF c[NP][MR][NV] = {};
-    for (int64_t k = 0; k < kp; k += KBLOCK) group<E, MR, NP, KBLOCK>(c, a + k, lda, b + k * LANES, stride, ahead);
+    Fetch fetch = next;
+    for (int64_t k = 0; k < kp; k += KBLOCK) {
+        fetch_some(fetch, fetch.each * NP);
+        group<E, MR, NP, KBLOCK>(c, a + k, lda, b + k * LANES, stride, fetch.ahead);
+    }
+    next = fetch;
     for (int p = 0; p < NP; p++)
         for (int r = 0; r < MR; r++)
             for (int v = 0; v < NV; v++) store<NF>(out + p * out_stride + r * ldo + v * OCTAVO_WIDTH, c[p][r][v]);
@@ -149,12 +154,12 @@ static __attribute__((noinline)) void product(const A *a, int64_t lda, const S *
 
 // The same for `np` panels in a row and any number of rows up to MAX_ROWS, as many panels in flight as registers allow.
 template <class E, class A, class S>
-static void product_rows(int rows, int np, const A *a, int64_t lda, const S *b, int64_t stride, int64_t kp, int64_t ahead, float *out,
+static void product_rows(int rows, int np, const A *a, int64_t lda, const S *b, int64_t stride, int64_t kp, Fetch &next, float *out,
                          int64_t out_stride, int64_t ldo) {
     int p = 0;
 #define OCTAVO_FLY(MR, NP)                                                                                  \
     for (; p + NP <= np; p += NP)                                                                           \
-        product<E, MR, NP>(a, lda, b + p * stride, stride, kp, ahead, out + p * out_stride, out_stride, ldo)
+        product<E, MR, NP>(a, lda, b + p * stride, stride, kp, next, out + p * out_stride, out_stride, ldo)
     switch (rows) {
         case 1:
             if (OCTAVO_WIDTH == 16) OCTAVO_FLY(1, 4);
@@ -190,8 +195,11 @@ template <class E, class S, int MR, class A>
 static __attribute__((noinline)) void mix(const A *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out,
                                           int64_t ldo) {
     NF c[1][MR][NV] = {};
-    for (int j = 0; j < n; j++)
-        group<E, MR, 1, TOKENS>(c, p + j * TOKENS, ldp, (const S *)(v[j] + offset), 0, next ? (next[j] - v[j]) / (int64_t)sizeof(S) : 0);
+    for (int j = 0; j < n; j++) {
+        if (next)
+            for (int64_t at = 0; at < TOKENS * LANES * (int64_t)sizeof(S); at += 64) __builtin_prefetch(next[j] + offset + at, 0, 2);
+        group<E, MR, 1, TOKENS>(c, p + j * TOKENS, ldp, (const S *)(v[j] + offset), 0);
+    }
     for (int r = 0; r < MR; r++)
         for (int w = 0; w < NV; w++) store<NF>(out + r * ldo + w * OCTAVO_WIDTH, c[0][r][w]);
 }

@@ -190,9 +190,8 @@ template <int ID, int MR, int NP> FN void start_step(NI (&d)[NP][MR][NV], const 
 }
 
 template <int ID, int MR, int NP>
-FN void end_step(NF (&c)[NP][MR][NV], const NI (&d)[NP][MR][NV], const RowStarts<MR> &rows, const ActRows &a, int64_t s, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead) {
+FN void end_step(NF (&c)[NP][MR][NV], const NI (&d)[NP][MR][NV], const RowStarts<MR> &rows, const ActRows &a, int64_t s, const uint8_t *w, int64_t stride, int64_t kp) {
     constexpr LayoutInfo L = LAYOUTS[ID];
-    (void)ahead;
 #pragma GCC unroll 4
     for (int p = 0; p < NP; p++)
 #pragma GCC unroll 4
@@ -209,35 +208,41 @@ FN void end_step(NF (&c)[NP][MR][NV], const NI (&d)[NP][MR][NV], const RowStarts
         }
 }
 
-// out[panel·out_stride + row·16] = MR rows · NP panels. `ahead`: bytes to what these streams need next; 0: no fetching.
+// out[panel·out_stride + row·16] = MR rows · NP panels. `next` is fetched meanwhile, as far as it comes.
 template <int ID, int MR, int NP>
-static __attribute__((noinline)) void quant_product(const ActRows &rows, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead, float *out,
+static __attribute__((noinline)) void quant_product(const ActRows &rows, const uint8_t *w, int64_t stride, int64_t kp, Fetch &next, float *out,
                                                     int64_t out_stride) {
     constexpr LayoutInfo L = LAYOUTS[ID];
     const ActRows a = rows;
     const RowStarts<MR> starts(a);
     const uint8_t *codes = w + scale_bytes(L, kp);
-    if (ahead)
+    Fetch fetch = next;
+    if (fetch.ahead)
         for (int p = 0; p < NP; p++)
-            for (int64_t i = 0; i < scale_bytes(L, kp); i += 64) __builtin_prefetch(w + p * stride + ahead + i, 0, 2);
+            for (int64_t i = 0; i < scale_bytes(L, kp); i += 64) __builtin_prefetch(w + p * stride + fetch.ahead + i, 0, 2);
     NF c[NP][MR][NV] = {};
     NI d[NP][MR][NV];
     for (int64_t k = 0, s = 0; k < kp; s++) {
         start_step<ID, MR, NP>(d, starts, a, s);
         if constexpr (L.step >= 32) {
             const int64_t end = k + L.step < kp ? k + L.step : kp;
-            for (; k < end; k += 32) quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * QUAD, codes + k / 32 * code_bytes(L), stride, ahead);
+            for (; k < end; k += 32) {
+                fetch_some(fetch, fetch.each * NP);
+                quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * QUAD, codes + k / 32 * code_bytes(L), stride, fetch.ahead);
+            }
         } else {
             const int64_t at = k / 4 * QUAD;
             const uint8_t *block = codes + k / 32 * code_bytes(L);
-            quads<ID, MR, NP, 0, 4>(d, starts, at, block, stride, ahead);
-            end_step<ID, MR, NP>(c, d, starts, a, s++, w, stride, kp, ahead);
+            fetch_some(fetch, fetch.each * NP);
+            quads<ID, MR, NP, 0, 4>(d, starts, at, block, stride, fetch.ahead);
+            end_step<ID, MR, NP>(c, d, starts, a, s++, w, stride, kp);
             start_step<ID, MR, NP>(d, starts, a, s);
-            quads<ID, MR, NP, 4, 8>(d, starts, at, block, stride, ahead);
+            quads<ID, MR, NP, 4, 8>(d, starts, at, block, stride, fetch.ahead);
             k += 32;
         }
-        end_step<ID, MR, NP>(c, d, starts, a, s, w, stride, kp, ahead);
+        end_step<ID, MR, NP>(c, d, starts, a, s, w, stride, kp);
     }
+    next = fetch;
     for (int p = 0; p < NP; p++)
         for (int r = 0; r < MR; r++)
             for (int v = 0; v < NV; v++) {
@@ -251,11 +256,11 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
 // size: the rows behind the last are read from spare memory, and their results are thrown away.
 constexpr int QUANT_ROWS = OCTAVO_WIDTH == 16 ? 8 : 2;
 template <int ID>
-static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, int64_t ahead, float *out,
+static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, Fetch &next, float *out,
                        int64_t out_stride) {
     int p = 0;
 #define OCTAVO_FLY(MR, NP) \
-    for (; p + NP <= np; p += NP) quant_product<ID, MR, NP>(a, w + p * stride, stride, kp, ahead, out + p * out_stride, out_stride)
+    for (; p + NP <= np; p += NP) quant_product<ID, MR, NP>(a, w + p * stride, stride, kp, next, out + p * out_stride, out_stride)
     if (rows == 1) {
         if (OCTAVO_WIDTH == 16) OCTAVO_FLY(1, 4);
         if (OCTAVO_WIDTH == 8) OCTAVO_FLY(1, 2);

@@ -151,7 +151,15 @@ FN F exp_small(F x) { return exp_of<true>(x); }
 // A run of memory that is fetched into the second cache, some lines at a time: memory then has all the time of what is computed meanwhile.
 struct Fetch {
     const char *at = nullptr, *end = nullptr;
+    int64_t each = 0;   // lines, for every group of 32 k of a panel that is multiplied meanwhile; 0: each line beside
+    int64_t ahead = 0;  // the same line of a panel that is multiplied, which lies so many bytes before it (0: nothing)
 };
+// What lies from `at` on, beside products of `panels` panels of kp from `now` on, which pass `times` times.
+FN Fetch fetch_beside(const void *at, int64_t bytes, const void *now, int64_t panels, int64_t times, int64_t kp) {
+    if (times == 1) return {nullptr, nullptr, 0, bytes ? (const char *)at - (const char *)now : 0};
+    const int64_t groups = panels * times * (kp / KBLOCK);
+    return {(const char *)at, (const char *)at + bytes, (bytes / 64 + groups - 1) / groups, 0};
+}
 FN void fetch_some(Fetch &fetch, int64_t lines) {
     for (; lines > 0 && fetch.at < fetch.end; lines--, fetch.at += 64) __builtin_prefetch(fetch.at, 0, 2);
 }
