@@ -182,6 +182,11 @@ class Lab:
         """Bytes of a KV block."""
         return self._side.ledger.kv // self.num_kv_blocks
 
+    @property
+    def tokens_shared(self) -> int:
+        """Tokens of context that a sequence read together with others instead of for itself, so far."""
+        return int(self._runner.program.tokens_shared)
+
     def arm(
         self, *, kv: KvManager | None = None, num_kv_blocks: int | None = None, prefix_caching: bool = True, tier: TierMemory | None = None,
         predicates: Sequence[AdmissionPredicate] = (), **settings: Any,

@@ -16,7 +16,7 @@ from octavo.bench.tables import table
 from octavo.engine.report import Report
 from octavo.errors import ConfigError
 
-NAMES = ("utilization", "batching", "prefix", "cache-cost", "sharing", "preemption", "chunking", "fairness", "tight-pool", "sameness")
+NAMES = ("utilization", "batching", "prefix", "cache-cost", "sharing", "together", "preemption", "chunking", "fairness", "tight-pool", "sameness")
 
 
 class Experiment(Protocol):

@@ -457,6 +457,11 @@ class NativeProgram:
         """Spent inside the native calls so far."""
         return float(self._program.busy_ns) * 1e-9
 
+    @property
+    def tokens_shared(self) -> int:
+        """Tokens of context whose K and V a sequence read together with others, instead of once more for itself: all steps so far, a layer."""
+        return int(self._program.tokens_shared)
+
     def profile(self, on: bool) -> list[float]:
         """Measure each op from now on (a clock read behind every op), or no longer. → seconds of each of ``ops`` since the last call."""
         return [ns * 1e-9 for ns in self._program.profile(on)]

@@ -1,0 +1,71 @@
+"""Sequences over the same blocks read their K and V together, with the same tokens.
+
+Claim: attention that takes all sequences of a shared prefix at once turns reads of memory into products. Source: Juravsky et al. 2024,
+"Hydragen: High-Throughput LLM Inference with Shared Prefixes"; Ye et al. 2025, "FlashInfer", section 3.1 (composable formats).
+Switched: what there is to share. As many requests, as long and as cached, behind one beginning, and each behind one of its own. Then samples
+of one prompt, which share it, too. A request alone, which reads for itself, has to give the same tokens.
+"""
+
+from random import Random
+from statistics import median
+from typing import Any
+
+from octavo.bench.lab import Lab, Run
+from octavo.bench.outcome import Outcome, Spread, ratio
+from octavo.simulate.drive import Job
+
+COMMON, APART = "one beginning", "beginnings of their own"
+
+
+def run(lab: Lab) -> Outcome:
+    """The step in which all requests decode, in milliseconds, by the length of the beginning."""
+    count, own, out, heads = (8, 16, 8, (256,)) if lab.quick else (32, 32, 24, (256, 768, 1536))
+    heads = tuple(head for head in heads if head + own + out <= lab.context) or (lab.context - own - out - 1,)
+    rows, data, same = [], {}, 0
+    for head in heads:
+        shared: list[float] = []
+
+        def serve(common: bool, head: int = head, shared: list[float] = shared) -> Any:
+            def once(draw: Random) -> tuple[Run, list[Job]]:
+                first = lab.ids(draw, head)
+                jobs = [Job(0.0, (first if common else lab.ids(draw, head)) + lab.ids(draw, own), out) for _ in range(count)]
+                before = lab.tokens_shared
+                done = lab.arm().run(jobs)
+                if common:
+                    shared.append((lab.tokens_shared - before) / (count * head * out))
+                return done, jobs
+            return once
+
+        found = lab.rounds({COMMON: serve(True), APART: serve(False)})
+        for done, jobs in found[COMMON]:
+            alone = lab.arm().run(jobs[:1])
+            assert alone.records[0].ids == done.records[0].ids, "a request gave other tokens beside others"
+            same += 1
+        steps = {name: [1000 * _step(done) for done, _ in runs] for name, runs in found.items()}
+        gain = ratio(steps[APART], steps[COMMON])
+        rows.append([f"{count} × {head + own} tokens, {head} of them common", *(Spread.of(steps[name]).text(".1f", " ms") for name in (COMMON, APART)),
+                     gain.text(".2f", "×"), f"{100 * median(shared):.0f} %"])
+        data[str(head)] = steps
+    longest = str(heads[-1])
+    gain = ratio(data[longest][APART], data[longest][COMMON])
+    finding = (f"A decode step of {count} requests behind {longest} common tokens takes {Spread.of(data[longest][COMMON]).median:.1f} ms, behind as many of "
+               f"their own {Spread.of(data[longest][APART]).median:.1f} ms ({gain.median:.2f}× as long); {same} of {same} requests gave alone the same tokens")
+    return Outcome(finding, ["a step's requests", COMMON, APART, "gain", "reads of the beginning spared"], rows, {"steps": data, "count": count, "own": own})
+
+
+def _step(run: Run) -> float:
+    """Seconds between two tokens while all requests decode."""
+    begun, end = max(record.tokens[0] for record in run.records), min(record.tokens[-1] for record in run.records)
+    gaps = [b - a for a, b in zip(run.records[-1].tokens, run.records[-1].tokens[1:]) if a >= begun and b <= end]
+    return median(gaps or run.records[-1].gaps)
+
+
+def draw(figure: Any, data: dict[str, Any]) -> None:
+    """The step by the length of the beginning."""
+    axes = figure.subplots()
+    for name in (COMMON, APART):
+        spreads = [Spread.of(steps[name]) for steps in data["steps"].values()]
+        axes.errorbar([int(head) for head in data["steps"]], [s.median for s in spreads],
+                      yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]], marker="o", capsize=3, label=name)
+    axes.set(xlabel="tokens of the beginning", ylabel=f"decode step of {data['count']} requests, ms", xlim=(0, None), ylim=(0, None))
+    axes.legend(frameon=False)
