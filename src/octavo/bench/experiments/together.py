@@ -21,7 +21,9 @@ def run(lab: Lab) -> Outcome:
     """The step in which all requests decode, in milliseconds, by the length of the beginning."""
     count, own, out, heads = (8, 16, 8, (256,)) if lab.quick else (32, 32, 24, (256, 768, 1536))
     heads = tuple(head for head in heads if head + own + out <= lab.context) or (lab.context - own - out - 1,)
-    rows, data, same = [], {}, 0
+    rows: list[list[str]] = []
+    data: dict[str, dict[str, list[float]]] = {}
+    same = 0
     for head in heads:
         shared: list[float] = []
 
@@ -42,15 +44,16 @@ def run(lab: Lab) -> Outcome:
             assert alone.records[0].ids == done.records[0].ids, "a request gave other tokens beside others"
             same += 1
         steps = {name: [1000 * _step(done) for done, _ in runs] for name, runs in found.items()}
-        gain = ratio(steps[APART], steps[COMMON])
-        rows.append([f"{count} × {head + own} tokens, {head} of them common", *(Spread.of(steps[name]).text(".1f", " ms") for name in (COMMON, APART)),
-                     gain.text(".2f", "×"), f"{100 * median(shared):.0f} %"])
+        here, there = (Spread.of(steps[name]) for name in (COMMON, APART))
+        rows.append([f"{count} × {head + own} tokens, {head} of them common", here.text(".1f", " ms"), there.text(".1f", " ms"),
+                     ratio(steps[APART], steps[COMMON]).text(".2f", "×"), f"{100 * median(shared):.0f} %"])
         data[str(head)] = steps
-    longest = str(heads[-1])
-    gain = ratio(data[longest][APART], data[longest][COMMON])
-    finding = (f"A decode step of {count} requests behind {longest} common tokens takes {Spread.of(data[longest][COMMON]).median:.1f} ms, behind as many of "
-               f"their own {Spread.of(data[longest][APART]).median:.1f} ms ({gain.median:.2f}× as long); {same} of {same} requests gave alone the same tokens")
-    return Outcome(finding, ["a step's requests", COMMON, APART, "gain", "reads of the beginning spared"], rows, {"steps": data, "count": count, "own": own})
+    steps = data[longest := str(heads[-1])]
+    here, there, gain = Spread.of(steps[COMMON]), Spread.of(steps[APART]), ratio(steps[APART], steps[COMMON])
+    finding = (f"A decode step of {count} requests behind {longest} common tokens takes {here.median:.1f} ms, behind as many of their own "
+               f"{there.median:.1f} ms ({gain.median:.2f}× as long); {same} of {same} requests gave alone the same tokens")
+    columns = ["a step's requests", COMMON, APART, "gain", "reads of the beginning spared"]
+    return Outcome(finding, columns, rows, {"steps": data, "count": count, "own": own})
 
 
 def _step(run: Run) -> float:
