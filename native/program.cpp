@@ -103,6 +103,10 @@ std::string Program::check_forward() const {
     for (int64_t i = 0; i < S; i++) {
         if (s.q_start[i + 1] < s.q_start[i] || s.q_start[i + 1] > T) return at("q_start", i + 1, s.q_start[i + 1], T + 1);
         if (s.q_start[i + 1] == s.q_start[i]) continue;
+        for (int32_t t = s.q_start[i] + 1; t < s.q_start[i + 1]; t++)  // of rows, the last one is taken to see the most
+            if (s.positions[t] < s.positions[t - 1])
+                return "positions[" + std::to_string(t) + "] is " + std::to_string(s.positions[t]) + ", before the token in front of it, at " +
+                       std::to_string(s.positions[t - 1]);
         const int64_t blocks = s.positions[s.q_start[i + 1] - 1] / TOKENS + 1;
         if (!(wrong = span("block_table", run_.slots.block_table + s.seq_slot[i] * b.table_stride, blocks, b.num_blocks)).empty()) return wrong;
     }
@@ -150,10 +154,9 @@ void Program::find_shared() {
     constexpr int64_t BLOCKS = PARTITION / TOKENS;
     const auto table = [&](int32_t seq) { return run_.slots.block_table + s.seq_slot[seq] * bounds_.table_stride; };
     const auto whole = [&](int32_t seq) { return s.positions[s.q_start[seq]] / PARTITION; };  // partitions in front of the last one
-    int64_t bytes = 0;
     for (int32_t i = 0; i < run_.S; i++)
-        if (s.q_start[i + 1] - s.q_start[i] == 1 && whole(i) > 0) order_.push_back(i), bytes += partials_of(bounds_.group, whole(i) + 1);
-    if (order_.size() < 2 || bytes > partials_end_ - partials_free_) return;  // their results find no room: each reads for itself
+        if (s.q_start[i + 1] - s.q_start[i] == 1 && whole(i) > 0) order_.push_back(i);
+    if (order_.size() < 2) return;
     std::sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
         const int order = memcmp(table(a), table(b), (size_t)((whole(a) < whole(b) ? whole(a) : whole(b)) * BLOCKS) * 4);
         return order ? order < 0 : whole(a) < whole(b);
@@ -165,6 +168,10 @@ void Program::find_shared() {
         alike_.push_back(alike);
     }
     share(0, order_.size(), 0);
+    int64_t bytes = 0;
+    for (const int32_t i : order_)
+        if (begin_[(size_t)i] > 0) bytes += partials_of(bounds_.group, whole(i) + 1);
+    if (bytes > partials_end_ - partials_free_) shared_.clear(), begin_.assign((size_t)run_.S, 0);  // no room: each reads for itself
 }
 
 // Of order_[from … to), which have `begin` partitions in common: the further ones that all have, then what parts of them have.

@@ -228,7 +228,7 @@ def test_steps_outside_the_buffers_are_refused():
     rig.run(4)
     for name, index, value in (
         ("header", 0, 65), ("header", 1, 9), ("header", 2, 65), ("header", 0, -1), ("tokens", 3, 16), ("tokens", 0, -1), ("kv_slots", 1, 64 * 16),
-        ("positions", 2, 32 * 16), ("seq_slot", 0, 8), ("q_start", 1, 3), ("q_start", 0, 1), ("rows", 0, 4),
+        ("positions", 2, 32 * 16), ("positions", 2, 5), ("seq_slot", 0, 8), ("q_start", 1, 3), ("q_start", 0, 1), ("rows", 0, 4),
     ):  # fmt: skip
         rig.step["header"][:3], rig.step["q_start"][:2] = (4, 1, 1), (0, 4)
         kept = rig.step[name][index]

@@ -212,6 +212,96 @@ def test_sequences_over_the_same_blocks_are_read_together(heads, groups, dim, dt
             assert all(same_bits(mixed[i][1], want[slot]) for i, slot in ((0, 0), (2, 2)))
 
 
+def tangled(rng, blocks, own, pages, rows):
+    """Sequences over block tables that share what they share by accident: forks inside a partition, partitions met twice, in another order.
+
+    → tables, and parts for ``step``: some decode at the ends of blocks and partitions, some bring more tokens or none, one slot is there twice.
+    """
+    seqs = len(own) - 1
+    tables, parts = rng.choice(blocks, (seqs, pages)), []
+    for s in range(seqs):
+        for _ in range(rng.integers(3)):  # as a former one begins: whole partitions, or only blocks
+            size = rng.integers(pages // 16 + 1) * 16 if rng.random() < 0.7 else rng.integers(pages)
+            tables[s, :size] = tables[rng.integers(s + 1), :size]
+        if rng.random() < 0.3:  # and a partition from anywhere
+            at, to = rng.integers(pages // 16, size=2) * 16
+            tables[s, to : to + 16] = tables[rng.integers(s + 1), at : at + 16]
+        n = rng.choice([0, 1, 1, 1, 1, 1, 1, 1, rng.integers(2, 33)])
+        last = rng.integers(pages * 16)
+        start = rng.choice([last, last // 16 * 16, last // 256 * 256, last // 256 * 256 + 255])
+        parts.append((s, min(int(start), pages * 16 - max(n, 1)), rows[s : s + n]))
+    for s, start, new in parts:  # what the step writes is nobody else's
+        first, last = start // 16, (start + max(len(new), 1) - 1) // 16
+        tables[s, first : last + 1] = own[s, : last + 1 - first]
+    slot, start, _ = parts[rng.integers(seqs)]
+    if start >= 16:
+        at = int(rng.integers(start // 16 * 16))
+        tables[slot, at // 16] = own[-1, 0]
+        parts.append((slot, at, rows[-1:]))
+    return tables, parts
+
+
+@pytest.mark.parametrize(("dtype", "kv"), [("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("float32", "float32")])
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(3, 1, 32), (10, 2, 16), (16, 1, 16), (17, 1, 16)])
+def test_tangled_tables_give_the_same_rows(heads, groups, dim, dtype, kv):
+    """Random tables and company: what each sequence gives alone, with any number of threads."""
+    spec = tiny_spec(heads, groups, dim)
+    rng = np.random.default_rng(heads)
+    seqs, pages = 12, 80
+    cells = rng.permutation(64 + 3 * (seqs + 1))
+    blocks, own = cells[:64], cells[64:].reshape(-1, 3)
+    data, rows = Sequence(rng, spec, 1024).qkv.reshape(4, 256, -1), Sequence(rng, spec, seqs + 32).qkv
+    want = None
+    for isa, threads, cases in ((ISAS[-1], 1, 15), (ISAS[-1], 2, 15), (ISAS[-1], 5, 15), (ISAS[0], 2, 3)):
+        rig = Rig(provider(dtype, isa, threads), tokens=256, seqs=seqs + 1, blocks=len(cells), table=pages, spec=spec, kv=kv)
+        rig.qkv = rig.ops.input("f32", "T", (heads + 2 * groups) * dim)
+        rig.q = rig.ops.rope_store(rig.qkv, 0, spec.rope, None)
+        rig.out = rig.ops.attention(rig.q, 0, None)
+        rig.finish(rig.q, rig.out)
+        rig.kv.blocks[:] = 0
+        for i, values in enumerate(data):
+            rig.slots["block_table"][0, :16] = blocks[16 * i : 16 * i + 16]
+            step(rig, [(0, 0, values)])
+        draw, outs = np.random.default_rng(dim), []
+        for _ in range(cases):
+            rig.slots["block_table"][:seqs], parts = tangled(draw, blocks, own, pages, rows)
+            together = [out for _, out in step(rig, parts)]
+            alone = [step(rig, [part])[0][1] for part in parts if len(part[2])]
+            assert all(same_bits(a, b) for a, b in zip([out for out in together if len(out)], alone, strict=True)), (isa, threads)
+            some = draw.permutation(len(parts))[: draw.integers(2, len(parts))]
+            fewer = step(rig, [parts[i] for i in some])
+            assert all(same_bits(together[i], out) for i, (_, out) in zip(some, fewer, strict=True)), (isa, threads)
+            outs.append(np.concatenate(together))
+        want = want or outs
+        assert all(same_bits(a, b) for a, b in zip(outs, want, strict=False)), (isa, threads)
+        assert (rig.program._program.tokens_shared > 0) == (heads // groups <= 16)
+        rig.step["header"][:3] = 0
+        rig.program.forward()  # nobody
+
+
+def test_results_of_partitions_that_find_no_room():
+    """Of 64 MiB, 8 sequences over the same blocks find none. 6 do, whoever else is there; a long prompt's pieces then find too little."""
+    spec = tiny_spec(128, 8, 512)  # 257 KiB a partition of one token
+    rows = Sequence(np.random.default_rng(0), spec, 256).qkv
+    rig = Rig(provider("bfloat16", ISAS[-1], 16), tokens=256, seqs=11, blocks=16 + 11, table=36 * 16, spec=spec)
+    rig.qkv = rig.ops.input("f32", "T", (128 + 16) * 512)
+    rig.q = rig.ops.rope_store(rig.qkv, 0, spec.rope, None)
+    rig.out = rig.ops.attention(rig.q, 0, None)
+    rig.finish(rig.q, rig.out)
+    tables = rig.slots["block_table"]
+    tables[:] = np.arange(36 * 16) % 16
+    step(rig, [(0, 0, rows)])
+    tables[8], tables[9] = np.roll(tables[8], 1), np.roll(tables[9], 2)
+    tables[:, -1] = 16 + np.arange(11)
+    parts = [(s, 36 * 256 - 10, rows[s : s + (4 if s == 10 else 1)]) for s in range(11)]
+    want = [step(rig, [part])[0][1] for part in parts]
+    for company, shared in ((range(8), 0), ([8, *range(6), 10, 9], 3 * 35 * 256)):
+        before = rig.program._program.tokens_shared
+        got = step(rig, [parts[s] for s in company])
+        assert all(same_bits(out, want[s]) for s, (_, out) in zip(company, got, strict=True))
+        assert rig.program._program.tokens_shared - before == shared
+
+
 @pytest.mark.parametrize(("dtype", "kv"), PAIRS)
 def test_a_layer_writes_only_its_own_part(dtype, kv):
     spec = tiny_spec(2, 1, 16)
