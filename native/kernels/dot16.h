@@ -8,19 +8,20 @@
 typedef int16_t NS __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 typedef int32_t NI __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 
-// For each lane of 32 bits, acc and the products of its two words.
+// For each lane of 32 bits, acc and the products of its two words. Sums that count fit; those of spare rows, whose results are thrown away,
+// may wrap, so they are unsigned.
 FN NI dot_pairs(NI acc, NS a, NS b) {
 #if defined(__AVX512VNNI__)
     return (NI)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
-    return acc + (NI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+    return (NI)((NU)acc + (NU)_mm512_madd_epi16((__m512i)a, (__m512i)b));
 #elif defined(__AVX2__)
-    return acc + (NI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return (NI)((NU)acc + (NU)_mm256_madd_epi16((__m256i)a, (__m256i)b));
 #elif defined(__SSE2__)
-    return acc + (NI)_mm_madd_epi16((__m128i)a, (__m128i)b);
+    return (NI)((NU)acc + (NU)_mm_madd_epi16((__m128i)a, (__m128i)b));
 #else
     const NI x = (NI)a, y = (NI)b;
-    return acc + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+    return (NI)((NU)acc + (NU)(((x << 16) >> 16) * ((y << 16) >> 16)) + (NU)((x >> 16) * (y >> 16)));
 #endif
 }
 FN NS nsplat_pair(int32_t pair) { return (NS)(pair - NI{}); }
