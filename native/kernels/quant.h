@@ -30,8 +30,9 @@ struct Quad {
 };
 FN Quad split(NU codes) { return {codes}; }
 FN NI dot4(NI acc, Quad w, const char *a) {
-    for (int j = 0; j < 4; j++) acc += (NI)((w.all >> (8 * j)) & 255u) * nisplat((int8_t)a[j]);
-    return acc;
+    NU sum = (NU)acc;
+    for (int j = 0; j < 4; j++) sum += ((w.all >> (8 * j)) & 255u) * (NU)nisplat((int8_t)a[j]);
+    return (NI)sum;
 }
 #else
 constexpr int QUAD = 8;
