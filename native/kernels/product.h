@@ -33,7 +33,7 @@ template <> struct Panel<float> {
 
 // What rows are read as: float32 values, or `Woven` ones where both sides are bfloat16 and an instruction multiplies pairs of those.
 // VDPBF16PS adds the product of the upper halves, then that of the lower ones, each sum rounded and denormals zero: two links of one
-// chain, and thus the contract (tests/native/test_bf16_pairs.py; asked of the CPU at start, arch/avx512_bf16.cpp). So a word holds
+// chain, and thus the contract (tests/ops compares; asked of the CPU at start, arch/avx512_bf16.cpp). So a word holds
 // two successive even, or odd, k: rows are written that way, words of panels are woven in registers.
 struct Woven {  // each four values as 2 0 3 1
     bf16 bits;
