@@ -26,7 +26,7 @@ inline void relax() {
 class FlushDenormals {
 public:
 #if defined(__x86_64__)
-    FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80 | 0x8040); }  // all exceptions masked, to nearest even, FTZ, DAZ
+    FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(FLOAT_MODE); }
     ~FlushDenormals() { _mm_setcsr(saved_); }
 
 private:

@@ -64,7 +64,7 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
     // Tiles that are cut have more than a PIECES-th of a thread's share each, so they are few, and so are their pieces.
     const int64_t cuts = kv_heads_ && run_.threads > 1 ? PIECES * run_.threads : 0, partitions = b.table_stride * TOKENS / PARTITION + 1;
     pieces_done_.resize((size_t)((cuts + b.cap_s) * kv_heads_));
-    const int64_t most = cuts * partials_of(QTILES * QROWS, partitions) + 2 * b.cap_s * partials_of(b.group, partitions);
+    const int64_t most = cuts * partials_of(QTILES * QROWS, partitions) + b.cap_s * partials_of(b.group, partitions);
     partials_bytes_ = (size_t)pad(most < (int64_t)PARTIALS ? most : (int64_t)PARTIALS, 4096);
     zero_tail_.resize((size_t)b.cap_t);
     const int64_t tiles = b.cap_r / SAMPLE_ROWS + 1;
@@ -129,13 +129,13 @@ int32_t Program::add_split(int32_t seq, int32_t row, int64_t rows, int64_t parti
     return (int32_t)split;
 }
 
-// Rows as one piece, or, where they are much of the whole work, as several pieces that share their partitions, up to `end`.
-void Program::add_tiles(Tile tile, int64_t end, int64_t target) {
-    const int64_t partitions = end - tile.begin, cost = cost_of(tile.rows, partitions);
+// Rows as one piece, or, where they are much of the whole work, as several pieces that share their partitions.
+void Program::add_tiles(Tile tile, int64_t target) {
+    const int64_t partitions = tile.end - tile.begin, cost = cost_of(tile.rows, partitions);
     const int64_t pieces = cost > target ? (cost + target - 1) / target : 1;
-    tile.end = (int32_t)end, tile.pieces = (int32_t)(pieces < partitions ? pieces : partitions);
+    tile.pieces = (int32_t)(pieces < partitions ? pieces : partitions);
     if (tile.shared < 0) {
-        if (tile.pieces > 1 && tile.split < 0) tile.split = add_split(tile.seq, tile.row, tile.rows, end);
+        if (tile.pieces > 1 && tile.split < 0) tile.split = add_split(tile.seq, tile.row, tile.rows, tile.end);
         if (tile.split < 0) tile.pieces = 1;
         else splits_[(size_t)tile.split].pieces += tile.pieces;
     } else {
@@ -158,11 +158,11 @@ void Program::find_shared() {
         if (s.q_start[i + 1] - s.q_start[i] == 1 && whole(i) > 0) order_.push_back(i);
     if (order_.size() < 2) return;
     std::sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) {
-        const int order = memcmp(table(a), table(b), (size_t)((whole(a) < whole(b) ? whole(a) : whole(b)) * BLOCKS) * 4);
+        const int order = memcmp(table(a), table(b), (size_t)(std::min(whole(a), whole(b)) * BLOCKS) * 4);
         return order ? order < 0 : whole(a) < whole(b);
     });
     for (size_t k = 0; k + 1 < order_.size(); k++) {
-        const int32_t a = order_[k], b = order_[k + 1], most = whole(a) < whole(b) ? whole(a) : whole(b);
+        const int32_t a = order_[k], b = order_[k + 1], most = std::min(whole(a), whole(b));
         int32_t alike = 0;
         while (alike < most && !memcmp(table(a) + alike * BLOCKS, table(b) + alike * BLOCKS, BLOCKS * 4)) alike++;
         alike_.push_back(alike);
@@ -224,13 +224,13 @@ void Program::plan_attention() {
     for (int32_t i = 0; i < run_.S; i++)
         if (begin_[(size_t)i] > 0) split_of_[(size_t)i] = add_split(i, 0, bounds_.group, s.positions[s.q_start[i]] / PARTITION + 1);
     own([&](int32_t seq, int32_t row, int64_t rows, int64_t end) {
-        add_tiles({seq, row, (int32_t)rows, begin_[(size_t)seq], 0, 0, 1, split_of_[(size_t)seq], -1}, end, target);
+        add_tiles({.seq = seq, .row = row, .rows = (int32_t)rows, .begin = begin_[(size_t)seq], .end = (int32_t)end, .split = split_of_[(size_t)seq]}, target);
     });
     together([&](const Shared &part, size_t k, size_t n) {
         const int32_t first = (int32_t)members_.size();
         tokens_shared_ += (int64_t)(n - 1) * (part.end - part.begin) * PARTITION;
         for (size_t i = k; i < k + n; i++) members_.push_back({s.q_start[order_[i]], split_of_[(size_t)order_[i]]});
-        add_tiles({order_[k], 0, (int32_t)((int64_t)n * bounds_.group), part.begin, 0, 0, 1, -1, first}, part.end, target);
+        add_tiles({.seq = order_[k], .row = 0, .rows = (int32_t)((int64_t)n * bounds_.group), .begin = part.begin, .end = part.end, .shared = first}, target);
     });
     for (int32_t i = 0; i < run_.S && bounds_.group; i++) {
         const int32_t first = s.q_start[i], end = s.q_start[i + 1];

@@ -23,6 +23,7 @@ constexpr int SAMPLE_ROWS = 64;     // rows of a tile of the sample segment
 constexpr int FEW_ROWS = 64;        // up to so many rows, a linear op with quantized weights runs at memory speed
 constexpr int EXPAND_ROWS = 64;     // rows whose bf16 input is widened to f32 at a time
 constexpr int MAX_HEAD_DIM = 512;
+constexpr uint32_t FLOAT_MODE = 0x1f80 | 0x8040;  // MXCSR while kernels run: all exceptions masked, to nearest even, FTZ, DAZ
 
 enum OpCode : int32_t { OP_EMBED, OP_NORM, OP_LINEAR, OP_ROPE_TABLE, OP_ROPE_STORE, OP_ATTENTION, OP_TAKE_ROWS, OP_SAMPLE, OP_QUANTIZE, OP_COUNT };
 enum Epilogue : int32_t { EPI_STORE, EPI_RESIDUAL, EPI_SILU_MUL };
@@ -60,9 +61,9 @@ struct Slots {
 // Attention work: `rows` packed query rows of a sequence, from row `row`, over partitions begin … end of what they see, or one piece of these.
 // Or, shared: the rows of several sequences of one token each, whose blocks are the same there.
 struct Tile {
-    int32_t seq, row, rows, begin, end, piece, pieces;
-    int32_t split;   // which of Run::splits takes the results; -1: none, the tile is all of its rows' work
-    int32_t shared;  // the first of Run::members whose rows these are; -1: `seq`
+    int32_t seq, row, rows, begin = 0, end = 0, piece = 0, pieces = 1;
+    int32_t split = -1;   // which of Run::splits takes the results; -1: none, the tile is all of its rows' work
+    int32_t shared = -1;  // the first of Run::members whose rows these are; -1: `seq`
 };
 struct Member {
     int32_t token, split;

@@ -40,7 +40,7 @@ private:
     void share(size_t from, size_t to, int32_t begin);
     int64_t partials_of(int64_t rows, int64_t partitions) const;
     int32_t add_split(int32_t seq, int32_t row, int64_t rows, int64_t partitions);
-    void add_tiles(Tile tile, int64_t end, int64_t target);
+    void add_tiles(Tile tile, int64_t target);
     static void job(void *self, int thread);
     void forward(int thread);
     void sample(int thread);

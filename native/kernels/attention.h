@@ -272,7 +272,7 @@ template <class E, class S> static void score_tile(const QueryTile &tile, const 
         } else {
             for (int j = from; j < to; j++) {
                 Fetch fetch;
-                if (ahead) fetch = fetch_beside(ahead[j], kv_half<S>(tile.dp), k[j], 1, 1, tile.dp);
+                if (ahead) fetch.ahead = ahead[j] - k[j];
                 product_rows<E>(n, 1, queries<E, S>(tile) + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, fetch,
                                 tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
             }
@@ -361,7 +361,7 @@ template <class E, class S> static void take_queries(const Op &op, const Run &ru
 struct Reach {
     const int32_t *table;  // the sequence's blocks
     const char *unit;      // where the KV head's lies in block 0
-    int64_t low, high, first, count, from, to;
+    int64_t low, high, from, to;
 };
 template <class S> FN Reach reach_of(const Op &op, const Run &run, const Tile &work, int64_t g) {
     const int64_t per = op.n[2] / op.n[3], window = op.n[7];
@@ -372,8 +372,8 @@ template <class S> FN Reach reach_of(const Op &op, const Run &run, const Tile &w
     r.unit = run.kv + op.n[6] + g * kv_unit<S>(op.n[5]);
     r.low = window > 0 && token >= window ? token - window + 1 : 0;
     r.high = work.shared >= 0 ? (int64_t)work.end * PARTITION - 1 : position(work.row + work.rows - 1);
-    r.first = r.low / PARTITION > work.begin ? r.low / PARTITION : work.begin, r.count = r.high / PARTITION - r.first + 1;
-    r.from = r.first + r.count * work.piece / work.pieces, r.to = r.first + r.count * (work.piece + 1) / work.pieces;
+    const int64_t first = r.low / PARTITION > work.begin ? r.low / PARTITION : work.begin, count = r.high / PARTITION - first + 1;
+    r.from = first + count * work.piece / work.pieces, r.to = first + count * (work.piece + 1) / work.pieces;
     return r;
 }
 // The blocks of one partition, where the head's K lies in each.
@@ -448,7 +448,7 @@ FN void keep_row(const Partial &to, int64_t i, const Partial &from, int r, int64
 template <class E> static void finish_piece(const Op &op, const Run &run, QueryTile *tile, const Split &split, int64_t g) {
     if (__atomic_add_fetch(split.done + g, 1, __ATOMIC_ACQ_REL) < split.pieces) return;
     __atomic_store_n(split.done + g, 0, __ATOMIC_RELAXED);  // for the next layer, which is a barrier away
-    const Tile work = {split.seq, split.row, split.rows, 0, 0, 0, 1, -1, -1};
+    const Tile work = {.seq = split.seq, .row = split.row, .rows = split.rows};
     for (int n = 0; n * QROWS < split.rows; n++) {
         begin_tile(op, run, tile[n], work, n, g);
         for (int64_t i = tile[n].low[0] / PARTITION; i <= tile[n].high[tile[n].rows - 1] / PARTITION; i++)
@@ -459,7 +459,7 @@ template <class E> static void finish_piece(const Op &op, const Run &run, QueryT
 
 // One task. tile: [QTILES] with memory, scratch: that of as many partials. `behind`: what this thread reads first of its next task.
 template <class E, class S>
-static void attend(const Op &op, const Run &run, QueryTile *tile, const Tile &work, int64_t g, const Blocks &behind, float *scratch) {
+static void attend(const Op &op, const Run &run, QueryTile *tile, const Tile &work, int64_t g, const Reach &reach, const Blocks &behind, float *scratch) {
     const int64_t dp = tile->dp, per = op.n[2] / op.n[3];
     const int tiles = (work.rows + QROWS - 1) / QROWS;
     for (int n = 0; n < tiles; n++) {
@@ -467,13 +467,12 @@ static void attend(const Op &op, const Run &run, QueryTile *tile, const Tile &wo
         tile[n].matrix = matrix_units<E, S>(work.rows);
         take_queries<E, S>(op, run, tile[n], work, g);
     }
-    const Reach reach = reach_of<S>(op, run, work, g);
     const bool apart = work.split >= 0 || work.shared >= 0;
     Partial here[QTILES];
     Blocks now = blocks_of(run, reach, reach.from), then;
     for (int64_t i = reach.from; i < reach.to; i++, now = then) {
         then = i + 1 < reach.to ? blocks_of(run, reach, i + 1) : behind;
-        for (int n = 0; n < tiles; n++) here[n] = !apart && i == reach.first ? so_far(tile[n]) : partial_at(scratch + n * partial_floats(dp), dp);
+        for (int n = 0; n < tiles; n++) here[n] = !apart && i == reach.from ? so_far(tile[n]) : partial_at(scratch + n * partial_floats(dp), dp);
         partition<E, S>(tile, tiles, i * PARTITION, now, then, here);
         for (int n = 0; n < tiles; n++) {
             if (!apart) combine(tile[n], i * PARTITION, here[n]);
@@ -511,14 +510,13 @@ template <class E, class S> static void attention(const Op &op, const Run &run, 
 #endif
     const int64_t tasks = run.num_tiles * groups;
     const auto take = [&] { return tasks - 1 - next_task(part.counter); };  // a sequence's last tile sees the most tokens: first
-    for (int64_t task = take(), next; task >= 0; task = next) {
-        next = take();
-        Blocks behind;
-        if (next >= 0) {
-            const Reach reach = reach_of<S>(op, run, run.tiles[next / groups], next % groups);
-            behind = blocks_of(run, reach, reach.from);
-        }
-        attend<E, S>(op, run, tile, run.tiles[task / groups], task % groups, behind, scratch);
+    const auto reach_in = [&](int64_t task) { return task >= 0 ? reach_of<S>(op, run, run.tiles[task / groups], task % groups) : Reach{}; };
+    int64_t task = take();
+    for (Reach reach = reach_in(task); task >= 0;) {
+        const int64_t next = take();
+        const Reach then = reach_in(next);
+        attend<E, S>(op, run, tile, run.tiles[task / groups], task % groups, reach, next >= 0 ? blocks_of(run, then, then.from) : Blocks{}, scratch);
+        task = next, reach = then;
     }
 #ifdef OCTAVO_AMX
     if (sizeof(E) == 2 && sizeof(S) == 2) configure(false);

@@ -44,9 +44,10 @@ FN void rotate(const float *x, const float *table, int64_t half, int64_t ahead, 
     for (; i < half; i++) turn.template operator()<float>(i);
 }
 
+constexpr int64_t SOON = 3;  // so many tokens ahead, the cache's lines are fetched
+
 // rope_store. p: qkv [T][ld], table, q out, positions' kv_slots, bias of qkv or null, inv_freq. n: rows kind, ld of qkv, ld of q, H,
 // G, D, Dp, offset of the layer in a block (bytes), KV type. E: act; S: what the cache stores.
-constexpr int64_t SOON = 3;  // so many tokens ahead, the cache's lines are fetched
 template <class E, class S> static void rope_store(const Op &op, const Run &run, const Part &part) {
     const float *qkv = (const float *)op.p[0], *table = (const float *)op.p[1];
     E *q = (E *)op.p[2];

@@ -20,14 +20,21 @@ class Sequence:
         self.length = length
 
 
+def record_attention(rig, window=None, bias=None):
+    """rope_store and attention of the last layer, from rig.qkv to rig.q and rig.out."""
+    spec, layer = rig.spec, rig.spec.num_layers - 1
+    rig.qkv = rig.ops.input("f32", "T", (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+    rig.bias = bias
+    rig.q = rig.ops.rope_store(rig.qkv, layer, spec.rope, bias)
+    rig.out = rig.ops.attention(rig.q, layer, window)
+    rig.finish(rig.q, rig.out)
+    return rig
+
+
 def make_rig(p, spec, window, *, layers=1, dirty=True, kv=None, bias=None):
     spec.num_layers = layers
     rig = Rig(p, tokens=192, seqs=8, blocks=160, table=48, spec=spec, kv=kv)
-    rig.qkv = rig.ops.input("f32", "T", (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-    rig.bias = None if bias is None else p.vector([bias])
-    rig.q = rig.ops.rope_store(rig.qkv, layers - 1, spec.rope, rig.bias)
-    rig.out = rig.ops.attention(rig.q, layers - 1, window)
-    rig.finish(rig.q, rig.out)
+    record_attention(rig, window, None if bias is None else p.vector([bias]))
     rig.slots["block_table"][:] = np.random.default_rng(7).permutation(160).reshape(8, 20)[:, np.arange(48) % 20]
     if dirty:  # what a former owner may have left
         wide = (kv or p.dtype) == "float32"
@@ -184,12 +191,7 @@ def test_sequences_over_the_same_blocks_are_read_together(heads, groups, dim, dt
     for isa in (ISAS[0], *ISAS[2:]):
         for threads in (1, 2, 5) if isa == ISAS[-1] else (2,):
             spec.num_layers = 2
-            rig = Rig(provider(dtype, isa, threads), tokens=256, seqs=8, blocks=len(names) * 16, table=64, spec=spec, kv=kv)
-            rig.qkv = rig.ops.input("f32", "T", (heads + 2 * groups) * dim)
-            rig.bias = None
-            rig.q = rig.ops.rope_store(rig.qkv, 1, spec.rope, None)
-            rig.out = rig.ops.attention(rig.q, 1, None)
-            rig.finish(rig.q, rig.out)
+            rig = record_attention(Rig(provider(dtype, isa, threads), tokens=256, seqs=8, blocks=len(names) * 16, table=64, spec=spec, kv=kv))
             rig.kv.blocks[:] = 0xFF
             for slot, text in parts.items():
                 rig.slots["block_table"][slot, : 16 * len(text)] = np.concatenate([blocks[name] for name in text])
@@ -253,11 +255,7 @@ def test_tangled_tables_give_the_same_rows(heads, groups, dim, dtype, kv):
     data, rows = Sequence(rng, spec, 1024).qkv.reshape(4, 256, -1), Sequence(rng, spec, seqs + 32).qkv
     want = None
     for isa, threads, cases in ((ISAS[-1], 1, 15), (ISAS[-1], 2, 15), (ISAS[-1], 5, 15), (ISAS[0], 2, 3)):
-        rig = Rig(provider(dtype, isa, threads), tokens=256, seqs=seqs + 1, blocks=len(cells), table=pages, spec=spec, kv=kv)
-        rig.qkv = rig.ops.input("f32", "T", (heads + 2 * groups) * dim)
-        rig.q = rig.ops.rope_store(rig.qkv, 0, spec.rope, None)
-        rig.out = rig.ops.attention(rig.q, 0, None)
-        rig.finish(rig.q, rig.out)
+        rig = record_attention(Rig(provider(dtype, isa, threads), tokens=256, seqs=seqs + 1, blocks=len(cells), table=pages, spec=spec, kv=kv))
         rig.kv.blocks[:] = 0
         for i, values in enumerate(data):
             rig.slots["block_table"][0, :16] = blocks[16 * i : 16 * i + 16]
@@ -283,11 +281,7 @@ def test_results_of_partitions_that_find_no_room():
     """Of 64 MiB, 8 sequences over the same blocks find none. 6 do, whoever else is there; a long prompt's pieces then find too little."""
     spec = tiny_spec(128, 8, 512)  # 257 KiB a partition of one token
     rows = Sequence(np.random.default_rng(0), spec, 256).qkv
-    rig = Rig(provider("bfloat16", ISAS[-1], 16), tokens=256, seqs=11, blocks=16 + 11, table=36 * 16, spec=spec)
-    rig.qkv = rig.ops.input("f32", "T", (128 + 16) * 512)
-    rig.q = rig.ops.rope_store(rig.qkv, 0, spec.rope, None)
-    rig.out = rig.ops.attention(rig.q, 0, None)
-    rig.finish(rig.q, rig.out)
+    rig = record_attention(Rig(provider("bfloat16", ISAS[-1], 16), tokens=256, seqs=11, blocks=16 + 11, table=36 * 16, spec=spec))
     tables = rig.slots["block_table"]
     tables[:] = np.arange(36 * 16) % 16
     step(rig, [(0, 0, rows)])

@@ -329,36 +329,28 @@ class Model:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    blocks, size = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 4]))
+def cases(
+    draw: st.DrawFn, blocks: tuple[int, int] = (1, 9), share: int = 1, outputs: tuple[int, int] = (1, 10), late: int = 12,
+    beams: tuple[int, ...] = (0, 0, 1, 2, 3), fewest: int = 1, budget: int = 10, tiers: tuple[int, ...] = (0, 1, 2, 4, 100),
+    places: tuple[int, int] = (1, 5),
+) -> Case:
+    """``share``: a prompt takes at most one such part of the blocks; ``late``: the last step at which requests come; ``fewest``: requests."""
+    count, size = draw(st.integers(*blocks)), draw(st.sampled_from([1, 2, 4]))
     seqs = draw(
         st.lists(
             st.tuples(
-                st.integers(1, blocks * size), st.integers(1, 10), st.integers(-1, 1), st.sampled_from(sorted(WEIGHTS)), st.integers(0, 12),
-                st.integers(0, 1), st.sampled_from([0, 0, 1, 2, 3]),
-            ), min_size=1, max_size=6,
+                st.integers(1, count * size // share), st.integers(*outputs), st.integers(-1, 1), st.sampled_from(sorted(WEIGHTS)),
+                st.integers(0, late), st.integers(0, 1), st.sampled_from(beams),
+            ), min_size=fewest, max_size=6,
         )
     )  # prompt, output, priority, tenant, the step it comes at, what it is about, beams (0: it samples)
-    budgets = draw(st.lists(st.integers(1, 10), min_size=1, max_size=8))
-    tier = draw(st.sampled_from([0, 1, 2, 4, 100]))
-    return blocks, size, draw(st.integers(1, 5)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), tier, seqs, budgets
+    budgets = draw(st.lists(st.integers(1, budget), min_size=1, max_size=8))
+    tier = draw(st.sampled_from(tiers))
+    return count, size, draw(st.integers(*places)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), tier, seqs, budgets
 
 
-@st.composite
-def crowds(draw: st.DrawFn) -> Case:
-    """Long outputs of searches, mostly, that come together, so that groups give way and come back."""
-    blocks, size = draw(st.integers(4, 12)), draw(st.sampled_from([1, 2, 4]))
-    seqs = draw(
-        st.lists(
-            st.tuples(
-                st.integers(1, blocks * size // 2), st.integers(4, 16), st.integers(-1, 1), st.sampled_from(sorted(WEIGHTS)), st.integers(0, 6),
-                st.integers(0, 1), st.sampled_from([2, 0, 2, 3]),
-            ), min_size=3, max_size=6,
-        )
-    )
-    budgets = draw(st.lists(st.integers(1, 8), min_size=1, max_size=8))
-    tier = draw(st.sampled_from([100, 0, 4]))
-    return blocks, size, draw(st.integers(4, 7)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), tier, seqs, budgets
+# Long outputs of searches, mostly, that come together, so that groups give way and come back.
+CROWDS = cases(blocks=(4, 12), share=2, outputs=(4, 16), late=6, beams=(2, 0, 2, 3), fewest=3, budget=8, tiers=(100, 0, 4), places=(4, 7))
 
 
 @settings(max_examples=800, deadline=None)
@@ -368,7 +360,7 @@ def test_every_plan_is_the_models(case: Case) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(crowds())
+@given(CROWDS)
 def test_every_plan_of_a_crowd_is_the_models(case: Case) -> None:
     follow(case)
 
