@@ -177,6 +177,10 @@ PyObject *pool_pack(PyObject *o, PyObject *args) {
         PyErr_Format(PyExc_ValueError, "no layout %d", layout);
         return nullptr;
     }
+    if (layout != LAYOUT_ACT && LAYOUTS[layout].step == ALL_K && kp > MAX_K) {
+        PyErr_Format(PyExc_ValueError, "%s takes matrices of up to %lld inputs, not %lld", LAYOUTS[layout].name, (long long)MAX_K, k);
+        return nullptr;
+    }
     Packing w{((PoolObject *)o)->pool, (char *)dst, {}, k, kp, panels, layout, interleave != 0, f32 != 0};
     for (Py_ssize_t i = 0; i < PyTuple_Size(parts); i++) {
         unsigned long long address;

@@ -297,7 +297,7 @@ void Program::forward(int thread) {
         const int32_t n = rows(op);
         if (n == 0) continue;
         if (op.code != OP_LINEAR && (op.flags & FLAG_FUSED) && n <= FUSED_ROWS) continue;
-        run_.k->op[op.code](op, run_, {thread, 0, n, &counters_[i].value});
+        run_.k->op[op.code](op, run_, {thread, 0, n, counters_[i].value});
         barrier.wait();
         mark(thread, i);
     }
@@ -316,7 +316,7 @@ void Program::sample(int thread) {
                 if (op.n[6]) op.p[7] += (uint64_t)row0 * (uint64_t)act_row_bytes(LAYOUTS[op.n[6]], op.n[1]);
             }
             // The logits' buffer holds one tile, so the head's rows count from its start; the sampler's are the step's.
-            run_.k->op[op.code](op, run_, {thread, op.code == OP_LINEAR ? 0 : row0, n, &counters_[counter++].value});
+            run_.k->op[op.code](op, run_, {thread, op.code == OP_LINEAR ? 0 : row0, n, counters_[counter++].value});
             barrier.wait();
             mark(thread, segments_[0].size() + i);
         }

@@ -95,7 +95,9 @@ struct Run {
     char **scratch;            // [threads]
 };
 
-// Where one call of an op works: its thread, its rows, and a counter (zero at start) to hand out tasks with.
+constexpr int64_t MAX_LANES = 16;
+
+// Where one call of an op works: its thread, its rows, and counters (MAX_LANES, zero at start) to hand out tasks with.
 struct Part {
     int32_t thread, row0, rows;
     int32_t *counter;

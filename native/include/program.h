@@ -76,7 +76,7 @@ private:
     char *scratch_ = nullptr;
     std::vector<char *> scratch_of_;
     struct alignas(64) Counter {
-        int32_t value;
+        int32_t value[MAX_LANES];
     };
     std::vector<Counter> counters_;
 };

@@ -5,17 +5,42 @@
 // The ld of a and x is kp: every buffer's rows are padded to 32 columns, and the padding holds zeros.
 #pragma once
 
-// Results of rows row0 … and panels panel …, from acc[panel][row][16] (panels `stride` floats apart) to memory.
-template <class E> FN void finish(const Op &op, int64_t row0, int rows, int64_t panel, int np, const float *acc, int64_t stride) {
+// silu(gate) · up, as act.
+FN F gated(F gate, F up) { return gate / (splat(1.0f) + exp16(-gate)) * up; }
+FN void store_gated(float *out, F gate, F up) { store<F>(out, gated(gate, up)); }
+// The same bits as round_act<bf16>(gated(…)) in half the steps: as exp_rounded (softmax.h), from a result that is less than 24 units in the
+// last place away (silu 8 of them: all gates were tried). Where so little decides the rounding, one vector in 90, or where something is
+// not usual (zero, tiny, infinite, no number), the long way is gone.
+FN void store_gated(bf16 *out, F gate, F up) {
+#if defined(__AVX512F__)
+    const auto fma = [](F a, F b, F c) __attribute__((always_inline)) { return (F)fused((NF)a, (NF)b, (NF)c); };
+    const F k = fma(gate, splat(-1.44269504f), splat(12582912.0f)) - 12582912.0f, x = fma(k, splat(-0.693147180f), -gate);
+    F q = fma(x, splat(8.31247769e-3f), splat(4.18905501e-2f));
+    q = fma(q, x, splat(0.166671163f));
+    q = fma(q, x, splat(0.499992288f));
+    q = fma(q, x, splat(1.0f));
+    q = fma(q, x, splat(1.0f));
+    q = (F)_mm512_maskz_scalef_ps((__mmask16)-1, (__m512)q, (__m512)k) + 1.0f;
+    const F rough = (F)_mm512_maskz_rcp14_ps((__mmask16)-1, (__m512)q), inverse = fma(rough, fma(-q, rough, splat(1.0f)), rough);
+    const U u = f_to_bits(gate * inverse * up);
+    const __mmask16 far = _mm512_cmpgt_epu32_mask((__m512i)(f_to_bits(gate) & 0x7fffffffu), _mm512_set1_epi32(0x42a00000));                // 80
+    const __mmask16 odd = _mm512_cmpgt_epu32_mask((__m512i)((u & 0x7fffffffu) - 0x21800000u), _mm512_set1_epi32(0x7f000000 - 0x21800000));  // 2^-60, 2^127
+    const __mmask16 close = _mm512_cmple_epu32_mask((__m512i)((u & 0xffffu) - 0x7fe8u), _mm512_set1_epi32(48));
+    if (__builtin_expect((far | odd | close) == 0, 1)) return store<H>(out, __builtin_convertvector((u + 0x8000u) >> 16, H));
+#endif
+    store_act(out, gated(gate, up));
+}
+
+// Results of rows row0 … and panels panel … to memory. value(p, r): the products of panel p and row r of these.
+template <class E, class Value> FN void finish(const Op &op, int64_t row0, int rows, int64_t panel, int np, Value value) {
     const float *bias = (const float *)op.p[2];
     const int64_t ld = op.n[4];
     if (op.n[3] == EPI_SILU_MUL) {  // panels alternate: 16 columns of gate, the same of up
         for (int p = 0; p < np; p += 2)
             for (int r = 0; r < rows; r++) {
-                F gate = load<F>(acc + p * stride + r * LANES), up = load<F>(acc + (p + 1) * stride + r * LANES);
+                F gate = value(p, r), up = value(p + 1, r);
                 if (bias) gate = gate + load<F>(bias + (panel + p) * LANES), up = up + load<F>(bias + (panel + p + 1) * LANES);
-                F y = gate / (splat(1.0f) + exp16(-gate)) * up;
-                store_act((E *)op.p[4] + (row0 + r) * ld + (panel + p) / 2 * LANES, y);
+                store_gated((E *)op.p[4] + (row0 + r) * ld + (panel + p) / 2 * LANES, gate, up);
             }
         return;
     }
@@ -23,11 +48,15 @@ template <class E> FN void finish(const Op &op, int64_t row0, int rows, int64_t 
     for (int p = 0; p < np; p++)
         for (int r = 0; r < rows; r++) {
             const int64_t at = (row0 + r) * ld + (panel + p) * LANES;
-            F y = load<F>(acc + p * stride + r * LANES);
+            F y = value(p, r);
             if (bias) y = y + load<F>(bias + (panel + p) * LANES);
             if (residual) y = load<F>(residual + at) + y;
             store<F>((float *)op.p[4] + at, y);
         }
+}
+// From sums[panel][row][16], panels `stride` floats apart.
+template <class E> FN void finish(const Op &op, int64_t row0, int rows, int64_t panel, int np, const float *sums, int64_t stride) {
+    finish<E>(op, row0, rows, panel, np, [=](int p, int r) __attribute__((always_inline)) { return load<F>(sums + p * stride + r * LANES); });
 }
 
 // Few rows: memory speed decides. Every thread reads its share of the panels once; all rows ride along.
@@ -94,93 +123,98 @@ template <class E> static void linear_many(const Op &op, const Run &run, const P
 }
 
 #ifdef OCTAVO_AMX
-// Matrix units. Rows behind the last are read from the buffer's spare rows and thrown away: a tile's rows do not touch
-// each other. Up to 64 rows memory speed still decides: every thread streams its own share of the panels.
-static void linear_tiles_few(const Op &op, const Run &run, const Part &part) {
-    const int64_t kp = op.n[1], stride = kp * LANES;
-    int64_t from, to;
-    share(op.n[2] / 2, part.thread, run.threads, &from, &to);
-    from *= 2, to *= 2;
-    if (from == to) return;
-    const bf16 *a = (const bf16 *)op.p[0] + part.row0 * kp;
+constexpr int BLOCK_ROWS = 32;
+constexpr int64_t LANE_ROWS = 128;  // fewer rows would read the panels too often
+
+// Sums of a block of up to 32 rows × 2 panels that wait to be finished, which is done bit by bit while the next block is multiplied.
+struct Pending {
+    int64_t row = 0, panel = 0;  // of the op's rows in this part, and of the panels that it reads
+    int rows = 0, panels = 2, done = 0;
+    const void *sums = nullptr;  // [panels][32][16]
+};
+
+// Matrix units: 32 rows × 2 panels in four accumulator tiles, over all of K. `finish(waits, n)` finishes n rows of the last block meanwhile,
+// and the panels that this thread reads next come nearer. Rows behind the last are read from the buffer's spare rows and thrown away: a
+// tile's rows do not touch each other.
+//
+// Up to TILE_ROWS_FEW rows memory speed decides: every thread streams its own share of the panels. More rows are tasks of chunks of
+// rows × 2 panels, handed out by lanes: each thread begins with a lane of rows, so that what it writes it also reads in the next op, and goes
+// on with the others' when its own is done.
+template <bool BYTES, class Finish> FN void linear_tiles(const TileOperands &o, int64_t panels, const Run &run, const Part &part, Finish finish) {
+    const int64_t pairs = (panels + 1) / 2, rows = part.rows;
+    const bool few = rows <= TILE_ROWS_FEW;
+    const int64_t most = run.threads < MAX_LANES ? run.threads : MAX_LANES, lanes = rows < 2 * LANE_ROWS ? 1 : rows / LANE_ROWS < most ? rows / LANE_ROWS : most;
+    const int64_t lane_rows = pad((rows + lanes - 1) / lanes, BLOCK_ROWS), chunks = (lane_rows + TILE_CHUNK - 1) / TILE_CHUNK;
+    const int64_t chunk_rows = pad((lane_rows + chunks - 1) / chunks, BLOCK_ROWS);
+    const int each = (int)((BLOCK_ROWS + o.groups - 1) / o.groups);                                     // rows for every group of k
+    const int lines = (int)((TILE_BYTES / 64 * BLOCK_ROWS + chunk_rows - 1) / chunk_rows) * (rows > 16 ? 1 : 2);  // for every 16 rows of it
+    const auto width = [&](int64_t pair) { return pair * 2 + 1 < panels ? 2 : 1; };
+    float sums[2][2 * BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    int now = 0;
+    Pending waits;
+    const auto some = [&](int n) __attribute__((always_inline)) {
+        const int left = waits.rows - waits.done;
+        if (n > left) n = left;
+        if (n > 0) finish(waits, n), waits.done += n;
+    };
+    struct Task {
+        int64_t first, last, pair;  // rows, and a pair of panels; none: pair < 0
+    };
+    int64_t from, to, tried = 0;
+    share(pairs, part.thread, run.threads, &from, &to);
+    const auto take = [&]() __attribute__((always_inline)) {
+        if (few) return from < to ? Task{0, rows, from++} : Task{0, 0, -1};
+        for (; tried < lanes; tried++) {
+            const int64_t lane = (part.thread + tried) % lanes, task = next_task(part.counter + lane);
+            if (task >= pairs * chunks) continue;
+            const int64_t end = (lane + 1) * lane_rows < rows ? (lane + 1) * lane_rows : rows, first = lane * lane_rows + task / pairs * chunk_rows;
+            return Task{first, first + chunk_rows < end ? first + chunk_rows : end, task % pairs};
+        }
+        return Task{0, 0, -1};
+    };
+    Task task = take(), next;
+    for (; task.pair >= 0; task = next) {
+        next = take();
+        Fetch ahead;
+        if (next.pair >= 0) {
+            const char *at = o.panels + next.pair * 2 * o.stride;
+            ahead = {at, at + (width(next.pair) - 1) * o.stride + o.groups * TILE_BYTES};
+        }
+        for (int64_t r = task.first; r < task.last; r += BLOCK_ROWS) {
+            const int n = task.last - r < BLOCK_ROWS ? (int)(task.last - r) : BLOCK_ROWS, two = width(task.pair);
+            const auto nearer = [&]() __attribute__((always_inline)) { fetch_pairs(ahead, lines); };
+            const auto meanwhile = [&]() __attribute__((always_inline)) { some(each); };
+            n > 16 ? tile_block<BYTES, true>(o, r, task.pair * 2, two, sums[now], nearer, meanwhile)
+                   : tile_block<BYTES, false>(o, r, task.pair * 2, two, sums[now], nearer, meanwhile);
+            some(BLOCK_ROWS);
+            waits = {r, task.pair * 2, n, two, 0, sums[now]};
+            now = 1 - now;
+        }
+    }
+    some(BLOCK_ROWS);
+}
+
+FN void finish_act(const Op &op, const Part &part, const Pending &waits, int n) {
+    finish<bf16>(op, part.row0 + waits.row + waits.done, n, waits.panel, waits.panels, (const float *)waits.sums + waits.done * LANES, BLOCK_ROWS * LANES);
+}
+static void linear_tiles_act(const Op &op, const Run &run, const Part &part) {
+    const int64_t kp = op.n[1];
+    const bf16 *rows = (const bf16 *)op.p[0] + part.row0 * kp;
     if ((op.flags & FLAG_FUSED) && part.rows <= FUSED_ROWS) {
         bf16 *normed = (bf16 *)run.scratch[part.thread];
         for (int r = 0; r < part.rows; r++)
             norm_row<bf16>((const float *)op.p[5] + (part.row0 + r) * kp, (const float *)op.p[6], op.f[0], op.n[5], kp, normed + r * kp);
-        a = normed;
+        rows = normed;
     }
-    float acc[4 * 16 * LANES] __attribute__((aligned(64)));
-    for (int64_t p = from; p < to;) {
-        const bf16 *w = (const bf16 *)op.p[1] + p * stride;
-        const int np = part.rows <= 16 && p + 4 <= to ? 4 : 2;
-        for (int r = 0; r < part.rows; r += 32) {
-            const int rows = part.rows - r < 32 ? part.rows - r : 32;
-            const int64_t ahead = r == 0 ? np * stride : 0;
-            if (np == 4)
-                tiles_1x4(a, kp, w, stride, ahead, acc);
-            else if (rows > 16)
-                tiles_2x2(a + r * kp, kp, w, stride, ahead, acc, [] {});
-            else
-                tiles_1x2(a + r * kp, kp, w, stride, ahead, acc);
-            finish<bf16>(op, part.row0 + r, rows, p, np, acc, np == 4 ? 16 * LANES : 32 * LANES);
-        }
-        p += np;
-    }
-}
-
-// Results of a block of up to 32 rows × 2 panels that wait to be finished, which is done bit by bit while the next block is multiplied.
-struct Pending {
-    int64_t row0 = 0, panel = 0;
-    int rows = 0, panels = 2, done = 0;
-    const float *acc = nullptr;  // [panels][32][16]
-};
-template <class E> static void finish_some(const Op &op, Pending &waits, int rows) {
-    const int left = waits.rows - waits.done, n = left < rows ? left : rows;
-    if (n <= 0) return;
-    finish<E>(op, waits.row0 + waits.done, n, waits.panel, waits.panels, waits.acc + waits.done * LANES, 32 * LANES);
-    waits.done += n;
-}
-
-// 32 rows × 2 panels in four accumulator tiles, over all of K. Meanwhile the last block is finished, and the panels of this thread's
-// next task come nearer.
-static void linear_tiles(const Op &op, const Part &part) {
-    const int64_t kp = op.n[1], stride = kp * LANES, pairs = op.n[2] / 2;
-    const int64_t chunks = (part.rows + TILE_CHUNK - 1) / TILE_CHUNK, chunk_rows = pad((part.rows + chunks - 1) / chunks, 32);
-    const int each = (int)((32 * KBLOCK + kp - 1) / kp), lines = (int)((KBLOCK * 32 + chunk_rows - 1) / chunk_rows);  // for every group of k
-    const auto panels = [&](int64_t task) { return (const bf16 *)op.p[1] + task % pairs * 2 * stride; };
-    float acc[2][2 * 32 * LANES] __attribute__((aligned(64)));
-    int now = 0;
-    Pending waits;
-    int64_t next = next_task(part.counter);
-    while (next < pairs * chunks) {
-        const int64_t task = next, first = task / pairs * chunk_rows;
-        const int64_t last = first + chunk_rows < part.rows ? first + chunk_rows : part.rows;
-        Fetch fetch;
-        next = next_task(part.counter);
-        if (next < pairs * chunks) fetch = {(const char *)panels(next), (const char *)(panels(next) + 2 * stride)};
-        for (int64_t r = first; r < last; r += 32) {
-            const int rows = last - r < 32 ? (int)(last - r) : 32;
-            const bf16 *a = (const bf16 *)op.p[0] + (part.row0 + r) * kp;
-            if (rows > 16)
-                tiles_2x2(a, kp, panels(task), stride, 0, acc[now], [&] {
-                    finish_some<bf16>(op, waits, each);
-                    fetch_some(fetch, lines);
-                });
-            else
-                tiles_1x2(a, kp, panels(task), stride, 0, acc[now]);
-            finish_some<bf16>(op, waits, 32);
-            waits = {part.row0 + r, task % pairs * 2, rows, 2, 0, acc[now]};
-            now = 1 - now;
-        }
-    }
-    finish_some<bf16>(op, waits, 32);
+    linear_tiles<false>({(const char *)rows, kp * 2, (const char *)op.p[1], kp * LANES * 2, kp / KBLOCK}, op.n[2], run, part,
+                        [&](const Pending &waits, int n) __attribute__((always_inline)) { finish_act(op, part, waits, n); });
 }
 #endif
 
 template <class E> static void linear(const Op &op, const Run &run, const Part &part) {
     if (part.rows == 0) return;
 #ifdef OCTAVO_AMX
-    if (sizeof(E) == 2 && part.rows > TILE_ROWS_NONE) return part.rows <= TILE_ROWS_FEW ? linear_tiles_few(op, run, part) : linear_tiles(op, part);
+    if (sizeof(E) == 2 && part.rows > TILE_ROWS_NONE) return linear_tiles_act(op, run, part);
 #endif
     if (part.rows <= FUSED_ROWS) return linear_few<E>(op, run, part);
     linear_many<E>(op, run, part);

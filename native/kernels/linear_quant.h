@@ -7,15 +7,19 @@ struct QuantKernels {
 #ifdef OCTAVO_AMX
     void (*expand)(const uint8_t *w, int64_t stride, int np, int64_t kp, char *out);
     void (*tiles)(int rows, int np, const ActRows &a, const char *panels, int64_t kp, float *out, Meanwhile &beside);
-#define OCTAVO_LAYOUT(ID) {quant_rows<ID>, quant_column<ID>, expand_panels<ID>, quant_tiles<ID>}
-#else
-#define OCTAVO_LAYOUT(ID) {quant_rows<ID>, quant_column<ID>}
-#endif
 };
+#define OCTAVO_LAYOUT(ID) {quant_rows<ID>, quant_column<ID>, expand_panels<ID>, quant_tiles<ID>}
+#define OCTAVO_LAYOUT_AS_IT_IS(ID) {quant_rows<ID>, quant_column<ID>, nullptr, nullptr}
+#else
+};
+#define OCTAVO_LAYOUT(ID) {quant_rows<ID>, quant_column<ID>}
+#define OCTAVO_LAYOUT_AS_IT_IS OCTAVO_LAYOUT
+#endif
 static constexpr QuantKernels QUANT[LAYOUT_COUNT] = {
-    {}, OCTAVO_LAYOUT(1), OCTAVO_LAYOUT(2), OCTAVO_LAYOUT(3), OCTAVO_LAYOUT(4), OCTAVO_LAYOUT(5), OCTAVO_LAYOUT(6), OCTAVO_LAYOUT(7), OCTAVO_LAYOUT(8), OCTAVO_LAYOUT(9),
+    {}, OCTAVO_LAYOUT_AS_IT_IS(1), OCTAVO_LAYOUT(2), OCTAVO_LAYOUT(3), OCTAVO_LAYOUT(4), OCTAVO_LAYOUT(5), OCTAVO_LAYOUT(6), OCTAVO_LAYOUT(7), OCTAVO_LAYOUT(8), OCTAVO_LAYOUT(9),
     OCTAVO_LAYOUT(10)};
 #undef OCTAVO_LAYOUT
+#undef OCTAVO_LAYOUT_AS_IT_IS
 
 // Row of act values, or of the residual stream behind a norm, to float32 act values and on to codes. `wide`: kp floats.
 template <class E> FN void quantize_act(const Op &op, int64_t row, float *wide, char *out) {
@@ -36,18 +40,43 @@ template <class E> static void quantize(const Op &op, const Run &run, const Part
 }
 
 #ifdef OCTAVO_AMX
-// Matrix units. Up to FEW_ROWS rows every thread streams its own share of the panels; more rows are tasks of chunks of rows × 2 panels.
+// Matrix units. int8 goes as it lies in the panels: one sum over all of K.
+template <class E> FN void finish_int8(const Op &op, const Part &part, const Pending &waits, int n, const ActRows &a) {
+    const char *row = a.row + (waits.row + waits.done) * a.ld, *scales = (const char *)op.p[1] + waits.panel * panel_bytes(LAYOUTS[LAYOUT_INT8], op.n[1]);
+    const int64_t stride = panel_bytes(LAYOUTS[LAYOUT_INT8], op.n[1]);
+    const int32_t *sums = (const int32_t *)waits.sums + waits.done * LANES;
+    finish<E>(op, part.row0 + waits.row + waits.done, n, op.n[7] + waits.panel, waits.panels, [=](int p, int r) __attribute__((always_inline)) {
+        const char *of = row + r * a.ld;
+        const U sum = load<U>(sums + (p * BLOCK_ROWS + r) * LANES) + *(const uint32_t *)(of + a.zeros);
+        return __builtin_convertvector((I)sum, F) * *(const float *)(of + a.scale) * load<F>(scales + p * stride);
+    });
+}
+template <class E> static void linear_int8_tiles(const Op &op, const Run &run, const Part &part) {
+    const LayoutInfo &l = LAYOUTS[LAYOUT_INT8];
+    const int64_t kp = op.n[1];
+    const ActRows a = act_rows(l, kp, (const char *)op.p[7] + part.row0 * act_row_bytes(l, kp));
+    linear_tiles<true>({a.row, a.ld, (const char *)op.p[1] + scale_bytes(l, kp), panel_bytes(l, kp), pad64(kp) / 64}, op.n[2], run, part,
+                       [&](const Pending &waits, int n) __attribute__((always_inline)) { finish_int8<E>(op, part, waits, n, a); });
+}
+
+// The other layouts have something to do between steps, and are expanded for that, a pair of panels at a time (tiles_quant.h).
+template <class E> static void finish_expanded(const Op &op, const Part &part, Pending &waits, int rows) {
+    const int left = waits.rows - waits.done, n = left < rows ? left : rows;
+    if (n <= 0) return;
+    finish<E>(op, part.row0 + waits.row + waits.done, n, op.n[7] + waits.panel, waits.panels, (const float *)waits.sums + waits.done * LANES, BLOCK_ROWS * LANES);
+    waits.done += n;
+}
 template <class E> static void linear_quant_tiles(const Op &op, const Run &run, const Part &part) {
     const LayoutInfo &l = LAYOUTS[op.n[6]];
     const QuantKernels &kernels = QUANT[op.n[6]];
     const int64_t kp = op.n[1], stride = panel_bytes(l, kp), bytes = act_row_bytes(l, kp), panels = op.n[2], pairs = (panels + 1) / 2;
-    const int64_t chunks = (part.rows + TILE_CHUNK - 1) / TILE_CHUNK, chunk_rows = pad((part.rows + chunks - 1) / chunks, WIDE_ROWS);
+    const int64_t chunks = (part.rows + TILE_CHUNK - 1) / TILE_CHUNK, chunk_rows = pad((part.rows + chunks - 1) / chunks, BLOCK_ROWS);
     const char *rows = (const char *)op.p[7] + part.row0 * bytes;
     char *expanded = run.scratch[part.thread];
-    float acc[2][2 * WIDE_ROWS * LANES] __attribute__((aligned(64)));
+    float acc[2][2 * BLOCK_ROWS * LANES] __attribute__((aligned(64)));
     int now = 0;
-    Meanwhile beside = {op, finish_some<E>};
-    beside.lines = (int)(2 * stride / 64 * WIDE_ROWS / (chunk_rows * steps_of(l, kp)) + 1);
+    Meanwhile beside = {op, part, finish_expanded<E>};
+    beside.lines = (int)(2 * stride / 64 * BLOCK_ROWS / (chunk_rows * steps_of(l, kp)) + 1);
     const auto width = [&](int64_t pair) { return pair * 2 + 1 < panels ? 2 : 1; };
     const auto weights = [&](int64_t pair) { return (const uint8_t *)op.p[1] + pair * 2 * stride; };
     // Task: a pair of panels, for a chunk of rows. `next` comes behind it.
@@ -56,11 +85,11 @@ template <class E> static void linear_quant_tiles(const Op &op, const Run &run, 
         const int np = width(pair);
         kernels.expand(weights(pair), stride, np, kp, expanded);
         if (next < pairs * chunks) beside.fetch = {(const char *)weights(next % pairs), (const char *)weights(next % pairs) + width(next % pairs) * stride};
-        for (int64_t r = first; r < last; r += WIDE_ROWS) {
-            const int n = last - r < WIDE_ROWS ? (int)(last - r) : WIDE_ROWS;
+        for (int64_t r = first; r < last; r += BLOCK_ROWS) {
+            const int n = last - r < BLOCK_ROWS ? (int)(last - r) : BLOCK_ROWS;
             kernels.tiles(n, np, act_rows(l, kp, rows + r * bytes), expanded, kp, acc[now], beside);
-            finish_some<E>(op, beside.waits, WIDE_ROWS);
-            beside.waits = {part.row0 + r, op.n[7] + pair * 2, n, np, 0, acc[now]};
+            finish_expanded<E>(op, part, beside.waits, BLOCK_ROWS);
+            beside.waits = {r, pair * 2, n, np, 0, acc[now]};
             now = 1 - now;
         }
     };
@@ -76,7 +105,7 @@ template <class E> static void linear_quant_tiles(const Op &op, const Run &run, 
             compute(task, next);
         }
     }
-    finish_some<E>(op, beside.waits, WIDE_ROWS);
+    finish_expanded<E>(op, part, beside.waits, BLOCK_ROWS);
     configure(false);
 }
 #endif
@@ -86,7 +115,7 @@ template <class E> static void linear_quant_tiles(const Op &op, const Run &run, 
 template <class E> static void linear_quant(const Op &op, const Run &run, const Part &part) {
     const bool fused = part.rows <= FUSED_ROWS;
 #ifdef OCTAVO_AMX
-    if (!fused) return linear_quant_tiles<E>(op, run, part);
+    if (!fused) return op.n[6] == LAYOUT_INT8 ? linear_int8_tiles<E>(op, run, part) : linear_quant_tiles<E>(op, run, part);
 #endif
     const LayoutInfo &l = LAYOUTS[op.n[6]];
     const int64_t kp = op.n[1], stride = panel_bytes(l, kp), bytes = act_row_bytes(l, kp), first = op.n[7];

@@ -34,20 +34,34 @@ FN void put_codes(const LayoutInfo &l, uint8_t *block, int r, const uint8_t *cod
     }
 }
 
-// int8: scale = the row's largest magnitude / 127, code = x · (127 / largest) to nearest even, + 128.
+// x[i] and x[i + distance] become sum and difference: one stage of `spread`, for 16 rows at once.
+FN void butterfly(F *x, int i, int distance) {
+    const F low = x[i], high = x[i + distance];
+    x[i] = low + high, x[i + distance] = low - high;
+}
+// As `gather`, 32 values, spread.
+static void gather_spread(const void *const rows[16], const int32_t kinds[16], int64_t k, int64_t end, F *x) {
+    gather(rows, kinds, k, 32, end, x);
+    for (int distance = 16; distance > 0; distance /= 2)
+        for (int i = 0; i < 32; i++)
+            if (!(i & distance)) butterfly(x, i, distance);
+}
+
+// int8, of spread rows: scale = the row's largest magnitude / 127 / 32, code = x · (127 / largest) to nearest even, + 128.
 static void pack_int8(uint8_t *panel, const void *const rows[16], const int32_t kinds[16], int64_t k, int64_t kp) {
     const LayoutInfo &l = LAYOUTS[LAYOUT_INT8];
     F x[32], most = {};
     for (int64_t b = 0; b < kp; b += 32) {
-        gather(rows, kinds, b, 32, k, x);
+        gather_spread(rows, kinds, b, k, x);
         for (int i = 0; i < 32; i++) most = max_keep(most, abs16(x[i]));
     }
     const I some = most >= splat(8.6736174e-19f);  // 2^-60
     const F scale = some ? most / 127.0f : F{}, inverse = some ? 127.0f / most : F{};
-    store<F>(panel, scale);
+    store<F>(panel, scale * 0x1p-5f);
+    __builtin_memset(panel + scale_bytes(l, kp), l.zero, (size_t)(pad64(kp) * LANES));
     for (int64_t b = 0; b < kp; b += 32) {
         uint8_t *block = panel + scale_bytes(l, kp) + b / 32 * code_bytes(l);
-        gather(rows, kinds, b, 32, k, x);
+        gather_spread(rows, kinds, b, k, x);
         for (int i = 0; i < 32; i++) {
             const I q = nearest(x[i] * inverse) + 128;
             for (int r = 0; r < LANES; r++) block[i / 4 * 64 + r * 4 + i % 4] = (uint8_t)q[r];

@@ -3,9 +3,14 @@
 // Contract, for one row and column. Activations, per group of `group` k (the last may be short): a = the largest magnitude
 // of the act values; scale = a / 127, code = x · (127 / a) to nearest even; both are 0 where a < 2^-60; scale is NaN where a
 // value is not finite. Then per step of `step` k, in order, every operation rounded, none fused:
-//     c ← c + (float(Σ code · (w - zero)) · act scale) · weight scale,      without the last factor for COLUMN
+//     c ← c + (float(Σ code · (w - zero)) · act scale) · weight scale
 //     c ← c + (act scale · float(Σ code)) · minimum,                        where the layout has minima
-// and at the end c · weight scale for COLUMN. The sums are exact. See include/layouts.h for the layouts.
+// The sums are exact. See include/layouts.h for the layouts.
+//
+// COLUMN has one step and one group, all of K: then nothing is left to do between products. So that one scale serves a whole row, rows are
+// spread before they are quantized (kv.h: the Walsh-Hadamard transform of each 32, as QuaRot does it, Ashkboos et al. 2024), those of
+// the matrix, too: one large value becomes 32 of equal magnitude, and products of spread rows are 32 times the rows', which the weight
+// scale takes back.
 #pragma once
 
 FN NI nisplat(int32_t x) { return x - NI{}; }
@@ -90,6 +95,7 @@ template <int ID> FN void scales_of(const uint8_t *panel, int64_t kp, int64_t s,
     const int64_t at = v * OCTAVO_WIDTH;
     if constexpr (L.scale == SCALE_HALF) *scale = half_to_float(panel + s * 32 + at * 2);
     if constexpr (L.scale == SCALE_HALF_MIN) *scale = half_to_float(panel + s * 64 + at * 2), *minimum = half_to_float(panel + s * 64 + 32 + at * 2);
+    if constexpr (L.scale == SCALE_COLUMN) *scale = load<NF>(panel + at * 4);
     if constexpr (L.scale == SCALE_FLOAT_MIN) *scale = load<NF>(panel + s * 128 + at * 4), *minimum = load<NF>(panel + s * 128 + 64 + at * 4);
     if constexpr (L.scale == SCALE_SUPER)  // a step of 16
         *scale = half_to_float(panel + s / 16 * 32 + at * 2) * bytes_to_float<int8_t>(panel + kp / 256 * 32 + s * 16 + at);
@@ -106,13 +112,15 @@ struct ActRows {
     int64_t ld, scale, zeros, sums;  // bytes from a row to its parts
 };
 FN ActRows act_rows(const LayoutInfo &l, int64_t kp, const char *row) {
-    const int64_t steps = steps_of(l, kp), codes = kp / 4 * QUAD;
+    const int64_t steps = steps_of(l, kp), codes = pad64(kp) / 4 * QUAD;
     return {row, act_row_bytes(l, kp), codes, codes + steps * 4, codes + steps * 8};
 }
 
-// One row: act values in float32 to codes and what each step needs.
-FN void quantize_row(const LayoutInfo &l, const float *x, int64_t kp, char *row) {
+// One row: act values in float32 to codes and what each step needs. x may be changed.
+FN void quantize_row(const LayoutInfo &l, float *x, int64_t kp, char *row) {
     const ActRows a = act_rows(l, kp, row);
+    if (l.scale == SCALE_COLUMN) spread(x, kp);
+    __builtin_memset(row + kp / 4 * QUAD, 0, (size_t)(pad64(kp) - kp) / 4 * QUAD);
     float *scales = (float *)(row + a.scale), *sums = (float *)(row + a.sums);
     int32_t *zeros = (int32_t *)(row + a.zeros);
     for (int64_t k = 0, s = 0; k < kp; k += l.group) {
@@ -202,8 +210,7 @@ FN void end_step(NF (&c)[NP][MR][NV], const NI (&d)[NP][MR][NV], const RowStarts
 #pragma GCC unroll 8
             for (int r = 0; r < MR; r++) {
                 NF t = __builtin_convertvector(d[p][r][v], NF) * *(const float *)(rows.at[r] + (a.scale + s * 4));
-                if constexpr (L.scale != SCALE_COLUMN) t = t * scale;
-                c[p][r][v] = c[p][r][v] + t;
+                c[p][r][v] = L.scale == SCALE_COLUMN ? t * scale : c[p][r][v] + t * scale;
                 if constexpr (has_minimum(L)) c[p][r][v] = c[p][r][v] + minimum * *(const float *)(rows.at[r] + (a.sums + s * 4));
             }
         }
@@ -246,11 +253,7 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
     next = fetch;
     for (int p = 0; p < NP; p++)
         for (int r = 0; r < MR; r++)
-            for (int v = 0; v < NV; v++) {
-                NF y = c[p][r][v];
-                if constexpr (L.scale == SCALE_COLUMN) y = y * load<NF>(w + p * stride + v * OCTAVO_WIDTH * 4);
-                store<NF>(out + p * out_stride + r * LANES + v * OCTAVO_WIDTH, y);
-            }
+            for (int v = 0; v < NV; v++) store<NF>(out + p * out_stride + r * LANES + v * OCTAVO_WIDTH, c[p][r][v]);
 }
 
 // The same for `np` panels in a row and up to QUANT_ROWS rows. Rows between the sizes compiled are computed as the next
@@ -279,7 +282,7 @@ static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int
 #undef OCTAVO_FLY
 }
 
-// One column of a panel as numbers: rows of a quantized embedding table.
+// One column of a panel as numbers: rows of a quantized embedding table. (Spread twice, values are 32 times what they were: see above.)
 template <int ID> static void quant_column(const uint8_t *panel, int64_t kp, int64_t column, float *out) {
     constexpr LayoutInfo L = LAYOUTS[ID];
     const int v = (int)(column / OCTAVO_WIDTH), lane = (int)(column % OCTAVO_WIDTH);
@@ -289,10 +292,7 @@ template <int ID> static void quant_column(const uint8_t *panel, int64_t kp, int
         const uint8_t *block = codes + k / 32 * code_bytes(L) + column * 4;
         for (int q = 0; q < 8; q++) {
             NF scale = {}, minimum = {};
-            if constexpr (L.scale == SCALE_COLUMN)
-                scale = load<NF>(panel + v * OCTAVO_WIDTH * 4);
-            else
-                scales_of<ID>(panel, kp, steps_in_block > 1 ? k / L.step + q / 4 : k / L.step, v, &scale, &minimum);
+            scales_of<ID>(panel, kp, steps_in_block > 1 ? k / L.step + q / 4 : k / L.step, v, &scale, &minimum);
             for (int j = 0; j < 4; j++) {
                 int32_t code;
                 if (L.bits == 8) {
@@ -308,4 +308,5 @@ template <int ID> static void quant_column(const uint8_t *panel, int64_t kp, int
             }
         }
     }
+    if (L.scale == SCALE_COLUMN) spread(out, kp);
 }

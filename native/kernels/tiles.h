@@ -37,18 +37,19 @@ static void tile_dot(int c, int a, int b) {
             *out = *out + (even + odd);
         }
 }
-static void tile_dot_bytes(int c, int a, int b) {
+template <class Code> static void tile_dot_bytes(int c, int a, int b) {
     for (int m = 0; m < tiles.shape.rows[c]; m++)
         for (int n = 0; n < tiles.shape.bytes[c] / 4; n++)
             for (int k = 0; k < tiles.shape.bytes[a]; k++)
-                ((int32_t *)tiles.data[c][m])[n] += (int8_t)tiles.data[a][m][k] * (int8_t)tiles.data[b][k / 4][n * 4 + k % 4];
+                ((uint32_t *)tiles.data[c][m])[n] += (uint32_t)((int8_t)tiles.data[a][m][k] * (Code)tiles.data[b][k / 4][n * 4 + k % 4]);
 }
 #define TILE_ZERO(t) __builtin_memset(tiles.data[t], 0, sizeof tiles.data[t])
 #define TILE_LOAD(t, p, bytes) tile_load(t, p, bytes)
 #define TILE_LOAD_ONCE(t, p, bytes) tile_load(t, p, bytes)
 #define TILE_STORE(t, p, bytes) tile_store(t, p, bytes)
 #define TILE_DOT(c, a, b) tile_dot(c, a, b)
-#define TILE_DOT_BYTES(c, a, b) tile_dot_bytes(c, a, b)
+#define TILE_DOT_BYTES(c, a, b) tile_dot_bytes<int8_t>(c, a, b)   // signed · signed
+#define TILE_DOT_CODES(c, a, b) tile_dot_bytes<uint8_t>(c, a, b)  // signed · unsigned
 #else
 FN void tile_config(const TileConfig *c) { asm volatile("ldtilecfg %0" ::"m"(*c) : "memory"); }
 FN void tile_release() { asm volatile("tilerelease" ::: "memory"); }
@@ -58,6 +59,7 @@ FN void tile_release() { asm volatile("tilerelease" ::: "memory"); }
 #define TILE_STORE(t, p, bytes) asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(p)), "r"((int64_t)(bytes)) : "memory")
 #define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 #define TILE_DOT_BYTES(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
+#define TILE_DOT_CODES(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 #endif
 
 // For linear: 0-3 accumulators, 4-5 rows of a, 6-7 panels, all of 16 rows × 64 bytes.
@@ -76,71 +78,49 @@ FN void fetch_tile(const bf16 *p, int64_t ahead) {
         for (int i = 0; i < 16; i++) __builtin_prefetch(p + ahead + i * 32, 0, 2);
 }
 
-// Rows are loaded with the hint that they pass by: the panels should stay in the first cache.
-// `meanwhile` is called once for every group of k: vector units have little to do while matrix units work.
-template <class Meanwhile> FN void tiles_2x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc, Meanwhile meanwhile) {
+// Rows and panels as matrix units take them: in groups of k that fill a row of a tile, 32 of bfloat16 or 64 bytes (rows signed, panels not).
+constexpr int64_t TILE_BYTES = 16 * 64;
+struct TileOperands {
+    const char *rows;    // the first of them
+    int64_t ld;          // bytes from row to row
+    const char *panels;  // codes of the first panel
+    int64_t stride;      // bytes from panel to panel
+    int64_t groups;
+};
+
+// sums[panel][32][16] of 32 rows, or of 16 (HIGH false), times two panels, from row `row` and panel `panel` on (the second one is the first
+// again where there is but one). `meanwhile` is called once for every group of k, `nearer` once for every 16 rows of it: vector units and
+// memory have little to do while matrix units work. Rows are loaded with the hint that they pass by: the panels should stay in the first cache.
+template <bool BYTES, bool HIGH, class Nearer, class Meanwhile>
+FN void tile_block(const TileOperands &o, int64_t row, int64_t panel, int panels, void *sums, Nearer nearer, Meanwhile meanwhile) {
+    const char *a = o.rows + row * o.ld, *w0 = o.panels + panel * o.stride, *w1 = w0 + (panels - 1) * o.stride;
+    const int64_t ld = o.ld, high = 16 * ld;
     TILE_ZERO(0);
     TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    const bf16 *low = a + 16 * kp, *w1 = w + stride;
-    for (int64_t k = 0; k < kp; k += KBLOCK) {
-        TILE_LOAD_ONCE(4, a + k, kp * 2);
-        TILE_LOAD(6, w + k * LANES, 64);
-        TILE_DOT(0, 4, 6);
-        TILE_LOAD(7, w1 + k * LANES, 64);
-        TILE_DOT(1, 4, 7);
-        TILE_LOAD_ONCE(5, low + k, kp * 2);
-        TILE_DOT(2, 5, 6);
-        TILE_DOT(3, 5, 7);
-        fetch_tile(w + k * LANES, ahead);
-        fetch_tile(w1 + k * LANES, ahead);
+    if (HIGH) TILE_ZERO(2);
+    if (HIGH) TILE_ZERO(3);
+    for (int64_t g = 0; g < o.groups; g++, a += 64) {
+        TILE_LOAD_ONCE(4, a, ld);
+        TILE_LOAD(6, w0 + g * TILE_BYTES, 64);
+        if (BYTES) TILE_DOT_CODES(0, 4, 6);
+        else TILE_DOT(0, 4, 6);
+        nearer();
+        TILE_LOAD(7, w1 + g * TILE_BYTES, 64);
+        if (BYTES) TILE_DOT_CODES(1, 4, 7);
+        else TILE_DOT(1, 4, 7);
+        if (HIGH) {
+            TILE_LOAD_ONCE(5, a + high, ld);
+            if (BYTES) TILE_DOT_CODES(2, 5, 6);
+            else TILE_DOT(2, 5, 6);
+            nearer();
+            if (BYTES) TILE_DOT_CODES(3, 5, 7);
+            else TILE_DOT(3, 5, 7);
+        }
         meanwhile();
     }
-    TILE_STORE(0, acc, 64);
-    TILE_STORE(2, acc + 16 * LANES, 64);
-    TILE_STORE(1, acc + 32 * LANES, 64);
-    TILE_STORE(3, acc + 48 * LANES, 64);
-}
-
-static void tiles_1x2(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc) {
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    const bf16 *w1 = w + stride;
-    for (int64_t k = 0; k < kp; k += KBLOCK) {
-        TILE_LOAD(4, a + k, kp * 2);
-        TILE_LOAD(6, w + k * LANES, 64);
-        TILE_DOT(0, 4, 6);
-        TILE_LOAD(7, w1 + k * LANES, 64);
-        TILE_DOT(1, 4, 7);
-        fetch_tile(w + k * LANES, ahead);
-        fetch_tile(w1 + k * LANES, ahead);
-    }
-    TILE_STORE(0, acc, 64);
-    TILE_STORE(1, acc + 32 * LANES, 64);
-}
-
-// Four panels in flight: for few rows, when memory speed decides.
-static void tiles_1x4(const bf16 *a, int64_t kp, const bf16 *w, int64_t stride, int64_t ahead, float *acc) {
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    for (int64_t k = 0; k < kp; k += KBLOCK) {
-        const bf16 *b = w + k * LANES;
-        TILE_LOAD(4, a + k, kp * 2);
-        TILE_LOAD(5, b, 64);
-        TILE_DOT(0, 4, 5);
-        TILE_LOAD(6, b + stride, 64);
-        TILE_DOT(1, 4, 6);
-        TILE_LOAD(7, b + 2 * stride, 64);
-        TILE_DOT(2, 4, 7);
-        TILE_LOAD(5, b + 3 * stride, 64);
-        TILE_DOT(3, 4, 5);
-        for (int p = 0; p < 4; p++) fetch_tile(b + p * stride, ahead);
-    }
-    TILE_STORE(0, acc, 64);
-    TILE_STORE(1, acc + 16 * LANES, 64);
-    TILE_STORE(2, acc + 32 * LANES, 64);
-    TILE_STORE(3, acc + 48 * LANES, 64);
+    char *out = (char *)sums;
+    TILE_STORE(0, out, 64);
+    TILE_STORE(1, out + 2 * TILE_BYTES, 64);
+    if (HIGH) TILE_STORE(2, out + TILE_BYTES, 64);
+    if (HIGH) TILE_STORE(3, out + 3 * TILE_BYTES, 64);
 }

@@ -5,8 +5,6 @@
 // Vector units work while matrix units do: they take up the sums of the step before, and finish the results of the block before.
 #pragma once
 
-constexpr int WIDE_ROWS = 32;
-
 // Tiles 4, 5: 16 rows of activations each; 6, 7: panels; of a step's k, at most 64. 0 to 3: sums.
 static void configure_quant(int step) {
     TileConfig c = {};
@@ -19,9 +17,9 @@ static void configure_quant(int step) {
 
 // What a pair of panels is expanded to: for each panel codes [steps · step][16] in quads, scales [steps][16], minima [steps][16].
 struct Expanded {
-    int64_t codes, scales, bytes;  // sizes for one panel; COLUMN has one row of scales
+    int64_t codes, scales, bytes;  // sizes for one panel
     Expanded(const LayoutInfo &l, int64_t kp)
-        : codes(steps_of(l, kp) * l.step * LANES), scales((l.scale == SCALE_COLUMN ? 1 : steps_of(l, kp)) * LANES * 4),
+        : codes(steps_of(l, kp) * l.step * LANES), scales(steps_of(l, kp) * LANES * 4),
           bytes(codes + scales * (has_minimum(l) ? 2 : 1)) {}
 };
 
@@ -41,24 +39,21 @@ template <int ID> static void expand_panels(const uint8_t *w, int64_t stride, in
                 }
         __builtin_memset(out + kp * LANES, 0, (size_t)(size.codes - kp * LANES));  // a short last step
         char *scales = out + size.codes;
-        if constexpr (L.scale == SCALE_COLUMN) {
-            __builtin_memcpy(scales, w, 64);
-        } else {
-            for (int64_t s = 0; s < steps_of(L, kp); s++)
-                for (int v = 0; v < NV; v++) {
-                    NF scale = {}, minimum = {};
-                    scales_of<ID>(w, kp, s, v, &scale, &minimum);
-                    store<NF>(scales + s * 64 + v * OCTAVO_WIDTH * 4, scale);
-                    if constexpr (has_minimum(L)) store<NF>(scales + size.scales + s * 64 + v * OCTAVO_WIDTH * 4, minimum);
-                }
-        }
+        for (int64_t s = 0; s < steps_of(L, kp); s++)
+            for (int v = 0; v < NV; v++) {
+                NF scale = {}, minimum = {};
+                scales_of<ID>(w, kp, s, v, &scale, &minimum);
+                store<NF>(scales + s * 64 + v * OCTAVO_WIDTH * 4, scale);
+                if constexpr (has_minimum(L)) store<NF>(scales + size.scales + s * 64 + v * OCTAVO_WIDTH * 4, minimum);
+            }
     }
 }
 
-// What is done beside a block's steps: finishing the last block (`finish` is finish_some), and fetching what comes next.
+// What is done beside a block's steps: finishing the last block (`finish` is finish_expanded), and fetching what comes next.
 struct Meanwhile {
     const Op &op;
-    void (*finish)(const Op &, Pending &, int);
+    const Part &part;
+    void (*finish)(const Op &, const Part &, Pending &, int);
     Pending waits = {};
     Fetch fetch = {};
     int lines = 0;  // to fetch for every step
@@ -101,13 +96,12 @@ template <int ID> static void quant_tiles(int rows, int np, const ActRows &act, 
     const int64_t steps = steps_of(L, kp);
     const bool high = rows > 16;
     const char *const codes[2] = {panels, panels + (np - 1) * size.bytes};
-    const int each = (int)((WIDE_ROWS + steps * parts - 1) / (steps * parts));  // rows of the last block
+    const int each = (int)((BLOCK_ROWS + steps * parts - 1) / (steps * parts));  // rows of the last block
     int32_t d[2][4][16 * LANES] __attribute__((aligned(64)));
     const auto take_up = [&](int64_t s, int from, int to) __attribute__((always_inline)) {
         const int32_t(*sums)[16 * LANES] = d[s % 2];
-        F scale[2] = {}, minimum[2] = {};
-        if constexpr (L.scale != SCALE_COLUMN)
-            for (int p = 0; p < 2; p++) scale[p] = load<F>(codes[p] + size.codes + s * 64);
+        F scale[2], minimum[2] = {};
+        for (int p = 0; p < 2; p++) scale[p] = load<F>(codes[p] + size.codes + s * 64);
         if constexpr (has_minimum(L))
             for (int p = 0; p < 2; p++) minimum[p] = load<F>(codes[p] + size.codes + size.scales + s * 64);
         for (int r = from; r < to; r++) {
@@ -115,9 +109,8 @@ template <int ID> static void quant_tiles(int rows, int np, const ActRows &act, 
             const float by = ((const float *)(row + a.scale))[s];
 #pragma GCC unroll 2
             for (int p = 0; p < 2; p++) {
-                float *c = out + (p * WIDE_ROWS + r) * LANES;
-                F t = __builtin_convertvector(load<I>(sums[p * 2] + r * LANES), F) * by;
-                if constexpr (L.scale != SCALE_COLUMN) t = t * scale[p];
+                float *c = out + (p * BLOCK_ROWS + r) * LANES;
+                F t = __builtin_convertvector(load<I>(sums[p * 2] + r * LANES), F) * by * scale[p];
                 t = s == 0 ? F{} + t : load<F>(c) + t;
                 if constexpr (has_minimum(L)) t = t + minimum[p] * ((const float *)(row + a.sums))[s];
                 store<F>(c, t);
@@ -127,15 +120,9 @@ template <int ID> static void quant_tiles(int rows, int np, const ActRows &act, 
     for (int64_t s = 0; s < steps; s++) {
         tile_step<L.step>(a, high, codes, s * L.step, d[s % 2], [&](int j) __attribute__((always_inline)) {
             if (s > 0) take_up(s - 1, rows * j / parts, rows * (j + 1) / parts);
-            beside.finish(beside.op, beside.waits, each);
+            beside.finish(beside.op, beside.part, beside.waits, each);
         });
         fetch_some(beside.fetch, beside.lines);
     }
     take_up(steps - 1, 0, rows);
-    if constexpr (L.scale == SCALE_COLUMN)
-        for (int p = 0; p < np; p++)
-            for (int r = 0; r < rows; r++) {
-                float *at = out + (p * WIDE_ROWS + r) * LANES;
-                store<F>(at, load<F>(at) * load<F>(codes[p] + size.codes));
-            }
 }

@@ -163,6 +163,10 @@ FN Fetch fetch_beside(const void *at, int64_t bytes, const void *now, int64_t pa
 FN void fetch_some(Fetch &fetch, int64_t lines) {
     for (; lines > 0 && fetch.at < fetch.end; lines--, fetch.at += 64) __builtin_prefetch(fetch.at, 0, 2);
 }
+// The same by every other line: the one beside it comes along, and does not take a place among those that are waited for.
+FN void fetch_pairs(Fetch &fetch, int64_t lines) {
+    for (; lines > 0 && fetch.at < fetch.end; lines -= 2, fetch.at += 128) __builtin_prefetch(fetch.at, 0, 2);
+}
 
 // Next task of an op that hands them out one by one.
 FN int32_t next_task(int32_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }

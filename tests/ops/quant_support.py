@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tests.ops.kv_support import spread
 from tests.ops.native_support import f32, flush
 
 from octavo.ops.table import Stored
@@ -24,17 +25,19 @@ class Grid:
     minimum: np.ndarray | None
     step: int  # k of a weight scale
     group: int  # k of an activation scale
-    column: bool = False  # one scale for all of K
+    k: int | None = None  # of the matrix, whose codes are those of spread rows, padded to a multiple of 32
 
     def numbers(self) -> np.ndarray:
         """The matrix in float32: code · scale, then + minimum."""
         k = self.codes.shape[1]
-        spread = lambda x: np.repeat(x, self.step, axis=1)[:, :k]  # noqa: E731
-        out = self.codes.astype(f32) * (self.scale[:, :1] if self.column else spread(self.scale))
-        return out if self.minimum is None else out + spread(self.minimum)
+        each = lambda x: np.repeat(x, self.step, axis=1)[:, :k]  # noqa: E731
+        out = self.codes.astype(f32) * each(self.scale)
+        if self.k is not None:
+            return spread(out)[:, : self.k]
+        return out if self.minimum is None else out + each(self.minimum)
 
     def rows(self, part: slice) -> "Grid":
-        return Grid(self.codes[part], self.scale[part], None if self.minimum is None else self.minimum[part], self.step, self.group, self.column)
+        return Grid(self.codes[part], self.scale[part], None if self.minimum is None else self.minimum[part], self.step, self.group, self.k)
 
 
 def quantize_rows(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -53,29 +56,28 @@ def quantize_rows(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 def contract_quant(x: np.ndarray, grid: Grid) -> np.ndarray:
     """x [M, K] act values · grid [N, K]ᵀ. → float32 [M, N]."""
-    a, scales = quantize_rows(x.astype(f32), grid.group)
-    c = np.zeros((len(x), len(grid.codes)), f32)
     with np.errstate(all="ignore"):
+        x = x.astype(f32) if grid.k is None else spread(x.astype(f32))
+        a, scales = quantize_rows(x, grid.group)
+        c = np.zeros((len(x), len(grid.codes)), f32)
         for s, k in enumerate(range(0, x.shape[1], grid.step)):
             part = slice(k, k + grid.step)
             dot = a[:, part] @ grid.codes[:, part].astype(np.int64).T
-            assert np.abs(dot).max(initial=0) < 1 << 24
-            t = flush(dot.astype(f32) * scales[:, k : k + 1])
-            if not grid.column:
-                t = flush(t * grid.scale[:, s])
-            c = flush(c + t)
+            assert np.abs(dot).max(initial=0) < 1 << 31
+            c = flush(c + flush(flush(dot.astype(f32) * scales[:, k : k + 1]) * grid.scale[:, s]))
             if grid.minimum is not None:
                 sums = flush(a[:, part].sum(axis=1, keepdims=True).astype(f32) * scales[:, k : k + 1])
                 c = flush(c + flush(sums * grid.minimum[:, s]))
-        return flush(c * grid.scale[:, 0]) if grid.column else c
+        return c
 
 
 def int8_grid(w: np.ndarray) -> Grid:
+    k, w = w.shape[1], spread(w)
     top = np.abs(w).max(axis=1, keepdims=True)
     some = top >= f32(2.0**-60)
     safe = np.where(some, top, f32(1))
     codes = np.where(some, np.rint(w * (f32(127) / safe)), 0).astype(np.int64)
-    return Grid(codes, np.where(some, top / f32(127), f32(0)).astype(f32), None, 128, 128, True)
+    return Grid(codes, np.where(some, top / f32(127) * f32(1 / 32), f32(0)).astype(f32), None, w.shape[1], w.shape[1], k)
 
 
 def random_stored(kind: str, n: int, k: int, rng: np.random.Generator) -> Stored:

@@ -38,7 +38,7 @@ def test_quantized_here_is_the_contract(quantization, k, n):
     w[3], w[5, : k // 2] = 0, f32(0.25)
     grid = grid_of(quantization, w)
     exact_error = np.abs(grid.numbers().astype(float) - w).max(axis=1) / np.maximum(np.abs(w).max(axis=1), 1e-30)
-    assert exact_error.max() < (0.005 if quantization == "int8" else 0.2)
+    assert exact_error.max() < (0.03 if quantization == "int8" else 0.2)
     for dtype in ("bfloat16", "float32"):
         x = activations(rng, 66, k, dtype)
         want = contract_quant(x, grid)

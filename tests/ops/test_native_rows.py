@@ -13,6 +13,7 @@ from tests.ops.native_support import (
     contract_product,
     contract_sum16,
     f32,
+    flush,
     from_bits,
     provider,
     same_bits,
@@ -75,6 +76,32 @@ def test_linear_epilogues(dtype):
             rig.fill(rin, res[:rows])
             rig.run(rows)
             assert same_bits(rig.read(out, rows), want_res[:rows]), (isa, rows)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_silu_times_up_whatever_the_gate(isa):
+    """Each half of a float32 as a gate, with any other half; ups of usual sizes, and any bits. A shorter way must round as the long one."""
+    rng = np.random.default_rng(11)
+    f = 1 << 16
+    gates = (np.arange(f, dtype=np.uint32) << 16 | rng.integers(0, 1 << 16, f, np.uint32)).view(f32)
+    usual = (rng.standard_normal(f) * 3).astype(f32)
+    with np.errstate(all="ignore"):
+        silu = flush(gates / (f32(1) + contract_exp(-gates)))
+        # one unit and more beside the middle between two bfloat16, where a shorter way has the most to lose
+        near = ((usual.view(np.uint32) & 0xFFFF0000 | 0x8000).astype(np.int64) + rng.integers(-40, 40, f)).astype(np.uint32).view(f32)
+        edge = np.where(np.abs(silu) > 1e-10, near / silu, usual).astype(f32)
+    for up in (usual, edge, rng.integers(0, 1 << 32, f, np.uint32).view(f32)):
+        up = flush(up)
+        x = flush(gates)
+        with np.errstate(all="ignore"):
+            want = act(flush(flush(x / (f32(1) + contract_exp(-x))) * up), "bfloat16")
+        p = provider("bfloat16", isa, 2)
+        zeros = np.zeros((f, 8), f32)
+        rig, xin, _, out = linear_rig(p, [zeros, zeros], x_cols=8, bias=[x, up], gate=True)  # a gate is 0 + its bias
+        rig.fill(xin, np.zeros((40, 8), f32))
+        for rows in (1, 40):
+            rig.run(rows)
+            assert same_bits(rig.read(out, rows), np.repeat(want[None], rows, 0)), rows
 
 
 def test_linear_on_odd_numbers():

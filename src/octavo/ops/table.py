@@ -27,7 +27,7 @@ Handle = Any
 
 # The version of the numeric contract (docs/decisions/0002). Raise it with every change by which a kernel gives other bits for the same
 # inputs: what is kept of computed numbers (K and V of the prefix cache) is told apart by it.
-NUMERIC_CONTRACT = 3
+NUMERIC_CONTRACT = 4
 
 
 class Ops(Protocol):
@@ -50,8 +50,8 @@ class Ops(Protocol):
         silu(gate)·up in float32, rounded to act, [n, N/2]; its bias is gate's and up's, one after the other.
         residual → residual + result, float32, the new residual stream.
 
-        A quantized weight: each row of x is quantized by groups first (8 bits, symmetric, scale = largest magnitude / 127), from
-        its act values; sums of products are whole numbers inside a group. See docs/decisions/0010.
+        A quantized weight: each row of x is quantized by groups first (8 bits, symmetric, scale = largest magnitude / 127; for int8
+        spread, and as a whole), from its act values; sums of products are whole numbers inside a group. See docs/decisions/0010.
         """
 
     def rope_store(self, qkv: Handle, layer: int, rope: Any, bias: Handle | None = None) -> Handle:

@@ -7,19 +7,22 @@ from typing import NamedTuple
 
 import torch
 
+from octavo.ops.torch_kv import spread
+
 LEAST = 2.0**-60  # of a group's largest magnitude; below, the group is zero
 FIRST_RANGE, RANGES = 13.5, 8  # int4: ranges tried, in steps of a half
 
 
 class Quantized(NamedTuple):
-    """A matrix [N, K] float32 on its grid, and how many k of an activation row share a scale."""
+    """A matrix [N, K] float32 on its grid, and how many k of an activation row share a scale; 0: all do, and the row is spread first."""
 
     weight: torch.Tensor
     group: int
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, K] act → [n, N] float32: x is put on its grid first."""
-        return torch.nn.functional.linear(eight_bits(x.float(), self.group), self.weight)
+        x = eight_bits(x.float(), self.group) if self.group else _spread_eight_bits(x.float())
+        return torch.nn.functional.linear(x, self.weight)
 
 
 def eight_bits(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -28,13 +31,18 @@ def eight_bits(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def int8(weight: torch.Tensor) -> Quantized:
-    """One scale for each row of the matrix; activations by groups of 128."""
-    return Quantized(_eight_bits(weight), 128)
+    """One scale for each row of the matrix, and of the activations; both are spread."""
+    return Quantized(_spread_eight_bits(weight), 0)
 
 
 def int4(weight: torch.Tensor, step: int) -> Quantized:
     """16 steps from a minimum, both by group of ``step``: the best of several ranges, each refined by least squares."""
     return Quantized(torch.cat([_four_bits(part, step == 32) for part in weight.split(step, dim=-1)], dim=-1), step)
+
+
+def _spread_eight_bits(x: torch.Tensor) -> torch.Tensor:
+    k = x.shape[-1]
+    return spread(_eight_bits(spread(torch.nn.functional.pad(x, (0, -k % 32)))) / 32)[..., :k]
 
 
 def _eight_bits(x: torch.Tensor) -> torch.Tensor:
