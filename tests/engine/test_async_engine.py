@@ -328,7 +328,7 @@ def test_errors_of_one_request() -> None:
                 await read(llm.generate(given, SamplingParams()))
         assert llm.num_open == llm._board.preparing == 0 and not engine.told
         llm.listeners.append(Watcher())
-        news = llm.generate(prompt(), SamplingParams(max_tokens=10**50), priority=0, tenant="team")
+        news = llm.generate(prompt(), SamplingParams(max_tokens=2**31 - 1), priority=0, tenant="team")
         assert [message.tenant for message in engine.told if isinstance(message, m.Add)] == ["team"] and llm.listeners[0].tenants == ["team"]
         engine.step(Delta(engine.ids[0], finish_reason="error", error="why"))
         sample = (await read(news))[-1].outputs[0]
