@@ -328,7 +328,7 @@ class AsyncLLM:
             self._board.engine_id(flight.request_id), prompt, flight.params, bad_words, arrival=now, priority=priority, tenant=tenant,
         )
         answer = Answer(flight.request_id, prompt, flight.params, self.tokenizer, now)
-        self._board.submit(flight, answer, requests, len(prompt.ids), self.vocab_size)
+        self._board.submit(flight, answer, requests, len(prompt.ids))
 
     # -- from the engine
 

@@ -86,10 +86,10 @@ class Switchboard:
         self.flights[flight.request_id] = flight
         self.idle.clear()
 
-    def submit(self, flight: Flight, answer: Answer, requests: Sequence[Request], num_prompt: int, vocab: int) -> None:
+    def submit(self, flight: Flight, answer: Answer, requests: Sequence[Request], num_prompt: int) -> None:
         """Send an open request to the engine. From here on its sequences are known, until each has ended."""
         now = answer.metrics.arrival
-        self._send(Add.of(requests, vocab))
+        self._send(Add.of(requests))
         flight.places.give_back()  # its sequences wait themselves now
         flight.answer = answer
         if not self.sequences:
