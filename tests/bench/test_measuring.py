@@ -1,19 +1,23 @@
 """What the benchmarks count: loads, steps, the work of a step; and the commands as a user runs them. No time is asserted."""
 
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tests.checkpoints import make_tiny
 from tests.cli.conftest import Octavo, octavo  # noqa: F401 - a fixture
+from typer.testing import CliRunner
 
-from octavo.bench import kernels, latency, startup, throughput
+from octavo.bench import kernels, latency, result, startup, throughput
 from octavo.bench.ceilings import Amount, Ceilings
 from octavo.bench.rig import Rig, busy
 from octavo.bench.steps import OpTime, Work, mean_profile
 from octavo.bench.tables import percentile, table
 from octavo.bench.workloads import WORKLOADS, batch, decoding, make, named
+from octavo.cli.bench import app
 from octavo.config import SchedulerConfig
 from octavo.core.request import Request
 from octavo.core.sampling import SamplingParams
@@ -153,6 +157,42 @@ def test_the_commands_end_with_a_line_of_json(octavo: Octavo, tiny: str, tmp_pat
         assert found["build"]["compiler"] and found["machine"]["cpu"] and found["config"]["runner"]["num_threads"] == 1 and "commit" in found
     assert set(found["results"]) == {"1", "3", "70"}
     assert octavo("bench", "throughput", tiny, "--workloads", "long").stderr.endswith("here it is 2048 (--max-model-len) (--workloads)\n")
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (("throughput", "--workloads", "single,long"), "long needs a context of 4160 tokens; here it is 2048"),
+    (("throughput", "--workloads", "single", "--max-model-len", "100"), "single needs a context of 256 tokens; here it is 100"),
+    (("latency", "--input-len", "100000000"), "input_len 100000000 and output_len 128: at least 2 in, and at most 2048 together"),
+    (("latency", "--output-len", "2000"), "input_len 128 and output_len 2000"), (("latency", "--batch-size", "257"), r"max_num_seqs \(256\), not"),
+    (("kernels", "--rows", "513"), r"max_num_batched_tokens \(512\), not"), (("kernels", "--context", "100000000"), "not 100000000"),
+    (("kernels", "--rows", "8", "--max-num-seqs", "4"), "8 rows are as many sequences"),
+    (("latency", "--save", "/no/such/folder/x.json"), "save: /no/such/folder is no folder that is there"),
+    (("throughput", "--save", "/proc"), "save: /proc is a folder"), (("kernels", "--save", "/proc/version/x"), "save: /proc/version is no folder"),
+    (("startup", "--save", "/no/such/folder/x.json"), "make it first"),
+])
+def test_what_cannot_be_measured_is_told_before_the_weights_are_read(
+    args: tuple[str, ...], says: str, tiny: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("octavo.bench.rig.LLM", None)
+    monkeypatch.setattr("octavo.bench.startup.run", None)
+    done = CliRunner().invoke(app, [args[0], tiny, *args[1:]])
+    assert isinstance(done.exception, ConfigError), done
+    assert re.search(says, done.exception.message)
+
+
+def test_a_result_is_written_whole_and_is_not_lost_where_it_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result.hand_out("a table", {"found": 1}, tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == {"found": 1} and os.listdir(tmp_path) == ["x.json"]
+    with pytest.raises(ConfigError, match="could not be written") as caught:
+        result.hand_out("a table", {"found": 1}, tmp_path / "gone" / "x.json")
+    assert caught.value.param == "save" and capsys.readouterr().out == 'a table\n{"found": 1}\n' * 2
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result.check_place(tmp_path / "x.json")
+    monkeypatch.setattr(result.os, "access", lambda path, mode: False)  # to the superuser every folder is open
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        result.check_place(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 64])

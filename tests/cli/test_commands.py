@@ -43,7 +43,9 @@ def test_every_engine_option_has_its_line(octavo: Octavo, command: str) -> None:
     from octavo.cli.options import ENGINE_OPTIONS
 
     text = octavo(command, "--help", env={"COLUMNS": "160"}).stdout
-    for name, (_, told, names) in ENGINE_OPTIONS.items():
+    for name, (kind, told, names) in ENGINE_OPTIONS.items():
+        if kind is bool:
+            assert names[0].partition("/")[2] in text, name
         if not told:
             continue
         wanted = f"--{name.replace('_', '-')}" if command == "serve" and name == "seed" else (names or (f"--{name.replace('_', '-')}",))[0]
@@ -95,7 +97,7 @@ def test_prompts_from_a_file_and_from_standard_input(octavo: Octavo, tiny: str, 
     (("--quantization", "awq"), "quantization='awq' is not served: int8, int4"),
     (("--num-kv-blocks", "0"), "num_kv_blocks must be between 1 and"),
     (("--temperature", "-1"), "temperature must be at least 0, not -1.0 (--temperature)"),
-    (("--max-tokens", "0"), "max_tokens must be at least 1, not 0 (--max-tokens)"),
+    (("--max-tokens", "0"), "max_tokens must be between 1 and 2147483647, not 0 (--max-tokens)"),
     (("--prompts-file", "/no/such/file"), "not both"),
 ])
 def test_a_bad_setting_is_one_line_that_names_it(octavo: Octavo, tiny: str, args: tuple[str, ...], says: str) -> None:
@@ -110,6 +112,8 @@ def test_a_bad_setting_is_one_line_that_names_it(octavo: Octavo, tiny: str, args
     (("bench", "throughput", "--workloads", "single,marathon"), "there is no workload 'marathon'"),
     (("bench", "latency", "--batch-size", "0"), "'--batch-size'"), (("bench", "latency", "--input-len", "1"), "'--input-len'"),
     (("bench", "latency", "--output-len", "2"), "'--output-len'"), (("bench", "kernels", "--context", "1"), "'--context'"),
+    (("bench", "latency", "--save", "/no/folder/x.json"), "save: /no/folder is no folder that is there: make it first (--save)"),
+    (("eval", "--save", "/no/folder/x.json"), "make it first (--save)"),
     (("bench", "kernels", "--rows", "8", "--rows", "0"), "'--rows'"), (("bench", "kernels", "--rows", "-1"), "'--rows'"),
 ])
 def test_what_no_model_is_needed_for_is_told_before_one_is_loaded(octavo: Octavo, args: tuple[str, ...], says: str) -> None:

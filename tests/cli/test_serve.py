@@ -34,3 +34,4 @@ def test_names_are_whole_in_the_help_at_80_columns(octavo: Octavo, command: str)
     assert max(map(len, text.splitlines())) <= 80
     if command == "serve":
         assert "--max-num-batched-tokens" in text and "--kv-cache-memory-bytes" in text
+        assert "--no-enable-prefix-caching" in text and "--no-enable-weight-cache" in text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from octavo import CompletionOutput, InvalidRequest, OctavoError, SamplingParams, UnsupportedError
-from octavo.core.sampling import F32_MAX, F32_SMALLEST, NEUTRAL
+from octavo.core.sampling import F32_MAX, F32_SMALLEST, MAX_N, MOST_COUNT, NEUTRAL, SEED_LIMIT
 
 HUGE = pytest.param(10**5000, id="5001 digits")  # more than Python writes
 FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
@@ -53,11 +53,14 @@ def test_impossible_whole_numbers(name: str, value: Any) -> None:
     assert error.param == name and len(error.message) < 250
 
 
-def test_large_whole_numbers() -> None:
-    """Where there is no limit, any number is one; messages hold it as a short text."""
-    made = SamplingParams(max_tokens=10**50, top_k=10**50)
-    assert (made.max_tokens, made.top_k) == (10**50, 10**50)
-    assert "a number of 16610 bits" in refused(max_tokens=5, min_tokens=10**5000).message
+@pytest.mark.parametrize("name", INTS)
+def test_large_whole_numbers(name: str) -> None:
+    """The error names the field and the limit; messages hold any number as a short text."""
+    most = {"n": MAX_N, "seed": SEED_LIMIT - 1}.get(name, MOST_COUNT)
+    assert getattr(SamplingParams(**{name: most}), name) == most
+    for value, written in ((most + 1, str(most + 1)), (10**20, str(10**20)), (10**5000, "a number of 16610 bits")):
+        error = refused(**{name: value})
+        assert error.param == name and error.message.endswith(f" and {most}, not {written}")
 
 
 @pytest.mark.parametrize("value", [[1], "a", "", 0, 5, ["1"], {1}, [[1, 2]]])

@@ -328,7 +328,7 @@ def test_errors_of_one_request() -> None:
                 await read(llm.generate(given, SamplingParams()))
         assert llm.num_open == llm._board.preparing == 0 and not engine.told
         llm.listeners.append(Watcher())
-        news = llm.generate(prompt(), SamplingParams(max_tokens=10**50), priority=0, tenant="team")
+        news = llm.generate(prompt(), SamplingParams(max_tokens=2**31 - 1), priority=0, tenant="team")
         assert [message.tenant for message in engine.told if isinstance(message, m.Add)] == ["team"] and llm.listeners[0].tenants == ["team"]
         engine.step(Delta(engine.ids[0], finish_reason="error", error="why"))
         sample = (await read(news))[-1].outputs[0]
@@ -352,36 +352,74 @@ def test_text_that_cannot_be_made_ends_one_answer(caplog: pytest.LogCaptureFixtu
 # -- the queue's bound
 
 
+def room(llm: AsyncLLM, n: int = 1) -> None:
+    """Whether so many more may wait."""
+    with llm.places() as places:
+        places.take(n)
+
+
 def test_a_full_queue_refuses_before_any_work() -> None:
     async def scene(llm: AsyncLLM, engine: Engine) -> None:
         kept = [llm.generate(prompt(), SamplingParams()), llm.generate("text", SamplingParams())]
-        llm.check_room(1)
+        room(llm)
         with pytest.raises(QueueFull) as caught:
-            llm.check_room(2)
+            room(llm, 2)
         assert 1 <= caught.value.retry_after <= 60 and "max_num_queued_reqs" in caught.value.message
         kept.append(llm.generate("text", SamplingParams()))
-        with pytest.raises(QueueFull):
-            llm.generate("text", SamplingParams())
+        for given in ("text", prompt()):
+            with pytest.raises(QueueFull):
+                llm.generate(given, SamplingParams())
         assert llm.num_open == 3
         engine.step(events=(Admitted(engine.ids[0], 0, 0, False),))
-        llm.check_room()
+        room(llm)
         await kept[1].aclose()
         await kept[2].aclose()
-        llm.check_room(99)  # nobody waits: a request larger than the whole queue must be served at some time
+        room(llm, 99)  # nobody waits: a request larger than the whole queue must be served at some time
         assert llm.num_waiting == 0 and llm.num_open == 1
 
     play(scene, most=3)
 
 
-def test_texts_in_work_hold_places() -> None:
+def test_a_place_is_held_from_the_look_for_room_until_the_engine_has_admitted_what_it_was_for() -> None:
+    """Between rendering, tokenization and the engine's queue too: nobody else finds that room."""
     async def scene(llm: AsyncLLM, engine: Engine) -> None:
-        work = [asyncio.create_task(llm.tokenize("x")), asyncio.create_task(llm.render([{"role": "user", "content": "x"}]))]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull):
-            llm.check_room()
-        tokenized, rendered = await asyncio.gather(*work)
-        assert tokenized.ids == [ord("x")] and rendered == "<x>"
-        llm.check_room()
+        def full(n: int = 1) -> None:
+            with pytest.raises(QueueFull):
+                room(llm, n)
+
+        with llm.places() as places:
+            places.take(3)
+            full(2)
+            await llm.render([{"role": "user", "content": "x"}])
+            full(2)
+            ready = await llm.tokenize("x")
+            full(2)
+            first = llm.generate(ready, SamplingParams(n=2), places=places)
+            full(2)
+            room(llm)  # two wait in the queue, and one is on its way
+            for bad, kind in ((SamplingParams(logprobs=21), InvalidRequest), ("no", InvalidRequest)):
+                with pytest.raises(kind):
+                    llm.generate(ready, bad, places=places)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="in use"):
+                llm.generate(ready, SamplingParams(), request_id=first.request_id, places=places)
+            assert llm.num_waiting == 2 and llm._board.preparing == 1
+        assert llm._board.preparing == 0 and llm.num_waiting == 2
+        engine.step(events=tuple(Admitted(name, 0, 0, False) for name in engine.ids))
+        room(llm, 99)
+
+    play(scene, most=4)
+
+
+def test_what_the_engine_cannot_be_given_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(llm: AsyncLLM, engine: Engine) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise ContextTooLong("it does not fit the pool", "prompt")
+
+        monkeypatch.setattr(llm.inputs, "requests", refuse)
+        for given in (prompt(), "text"):
+            with pytest.raises(ContextTooLong):
+                await read(llm.generate(given, SamplingParams(n=2)))
+            assert llm.num_open == llm.num_waiting == llm._board.preparing == 0 and await llm.drain(1)
 
     play(scene, most=2)
 
@@ -391,7 +429,7 @@ def test_ended_and_left_requests_give_their_place_back() -> None:
         for _ in range(5):
             first, second = llm.generate(prompt(), SamplingParams(n=2)), llm.generate(prompt(), SamplingParams())
             with pytest.raises(QueueFull):
-                llm.check_room()
+                room(llm)
             await first.aclose()
             engine.step(Delta(engine.ids[-1], finish_reason="error", error="refused"))
             await read(second)
@@ -407,7 +445,7 @@ def test_retry_after_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.step(events=(Admitted(name, 0, 0, False),))  # at 1.0
         monkeypatch.setattr("octavo.engine.async_engine.time.monotonic", lambda: 9.0)  # 4 in 8 s, and 6 wait
         with pytest.raises(QueueFull) as caught:
-            llm.check_room(5)
+            room(llm, 5)
         assert caught.value.retry_after == 12
         assert kept
 
@@ -442,7 +480,7 @@ def test_a_death_reaches_everybody() -> None:
         assert texts(await read(news[2])) == ["y"]  # it had ended
         with pytest.raises(WorkerDied, match="it burnt"):
             await read(text)
-        for call in (lambda: llm.generate(prompt(), SamplingParams()), llm.check_room, lambda: llm.generate("x", SamplingParams())):
+        for call in (lambda: llm.generate(prompt(), SamplingParams()), llm.places, lambda: llm.generate("x", SamplingParams())):
             with pytest.raises(WorkerDied, match="it burnt"):
                 call()
         with pytest.raises(WorkerDied):
@@ -496,7 +534,7 @@ def test_before_the_start_and_after_the_end() -> None:
             await read(news)
         assert llm.health() == "it was shut down" and not llm.on_death.is_set()
         with pytest.raises(WorkerDied, match="shut down"):
-            llm.check_room()
+            llm.places()
 
     asyncio.run(run())
 
@@ -647,29 +685,25 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
     play(scene)
 
 
-def test_work_in_the_threads_counts_as_waiting_and_is_given_up() -> None:
-    """What has not begun when its caller leaves never runs, and nothing keeps its place."""
+def test_work_in_the_threads_is_given_up() -> None:
+    """What has not begun when its caller leaves never runs."""
     import threading
 
     from octavo.engine.async_engine import TEXT_THREADS
 
     async def run() -> None:
-        llm = AsyncLLM.over(Engine(), CONFIG, TextSide(Spelled(), (), SamplingParams(), None), 320, max_num_queued_reqs=TEXT_THREADS + 1)
+        llm = AsyncLLM.over(Engine(), CONFIG, TextSide(Spelled(), (), SamplingParams(), None), 320)
         async with llm:
             gate, ran = threading.Event(), []
             busy = [asyncio.ensure_future(llm.in_thread(gate.wait)) for _ in range(TEXT_THREADS)]
             late = asyncio.ensure_future(llm.in_thread(lambda: ran.append(1)))
             await asyncio.sleep(0)
-            assert llm._board.preparing == TEXT_THREADS + 1
-            with pytest.raises(QueueFull):
-                llm.check_room()
             late.cancel()
             await asyncio.wait([late])
-            llm.check_room()
             gate.set()
             await asyncio.gather(*busy)
             await llm.in_thread(lambda: None)
-            assert late.cancelled() and not ran and llm._board.preparing == 0
+            assert late.cancelled() and not ran
 
     asyncio.run(run())
 

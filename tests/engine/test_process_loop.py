@@ -20,8 +20,6 @@ from octavo.observe.events import Admitted, Finished, Preempted
 from octavo.scheduler.scheduler import Scheduler
 from octavo.simulate.executor import SimExecutor, VirtualClock
 
-VOCAB = 320
-
 
 class Rig:
     """A loop whose messages the test writes and whose batches it reads."""
@@ -68,7 +66,7 @@ class Rig:
 
     def add(self, name: str, prompt: int = 5, output: int = 4, **more: Any) -> None:
         request = Request(name, list(range(1, prompt + 1)), SamplingParams(max_tokens=output), prompt + output, **more)
-        self.say(m.Add.of([request], VOCAB))
+        self.say(m.Add.of([request]))
 
     def turns(self, most: int = 1000) -> None:
         for _ in range(most):

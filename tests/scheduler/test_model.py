@@ -2,7 +2,8 @@
 
 With a cache the model says who may share what by text alone: a block's worth of text is held once for all whose table begins with it,
 and in the cache until it was used longest ago of all that nobody holds. With a tier, a victim's blocks are copied there, if all of them fit.
-The beams of a search are requests that stand behind the first of them, and are chosen anew when the rows of all are in.
+The beams of a search are requests that stand behind the first of them, and are chosen anew when the rows of all are in. Samples of a prompt
+stand behind the first of them until it has computed the prompt; then each begins with that one's blocks, if it runs.
 """
 
 from collections.abc import Callable
@@ -49,8 +50,11 @@ class Seq:
         self.copies: list[object] = []  # of its blocks, in the tier
         self.kept = 0  # tokens that they hold
         self.turn = 0  # when it was served last
-        self.state = "waiting"
+        self.state = "behind"
         self.group: Group | None = None
+        self.first = self  # of the samples of its prompt
+        self.seed = 0
+        self.seat = 0  # rises with each admission
 
     @property
     def known(self) -> int:
@@ -89,24 +93,32 @@ class Model:
         self.policy, self.total, self.size, self.places, self.caching, self.tier = policy, blocks, size, places, caching, tier
         self.out = self.back = 0  # blocks copied to the tier and from it
         self.seqs: list[Seq] = []
-        self.turns = self.stamps = 0
+        self.turns = self.stamps = self.seats = 0
         self.trunks: list[Group] = []  # resumed, and the others wait for the first member
         self.kept: list[Block] = []  # what can be found
         self.served = dict.fromkeys(WEIGHTS, 0.0)  # tenant → weighted tokens over weight
         self.last_waited: str | None = None
 
     def arrive(self, s: Seq, cached: int, others: list[Seq]) -> None:
-        """``others``: the beams that it stands for."""
+        """``others``: the beams that it stands for, or samples of its prompt."""
+        self.seqs += [s, *others]
+        self.join(s, cached)
+
+    def join(self, s: Seq, cached: int) -> None:
+        """It waits from now on."""
         waiting = {other.tenant for other in self.in_state("waiting")}
         if s.tenant not in waiting:
             if waiting:
                 self.served[s.tenant] = max(self.served[s.tenant], min(self.served[tenant] for tenant in waiting))
             elif self.last_waited is not None:
                 self.served[s.tenant] = max(self.served[s.tenant], self.served[self.last_waited])
-        s.hit = cached
-        self.seqs += [s, *others]
-        for other in others:
-            other.state = "behind"
+        s.hit, s.state = cached, "waiting"
+
+    def follow(self, first: Seq, cached: Callable[[str], int]) -> None:
+        """The prompt of these samples is computed, or the first of them is over."""
+        for s in self.in_state("behind"):
+            if s is not first and s.first is first:
+                self.join(s, cached(s.name))
 
     def urgency(self, s: Seq) -> float:
         return {"fcfs": 0.0, "lpm": 0.0, "priority": s.priority, "fair": self.served[s.tenant]}[self.policy]
@@ -125,6 +137,12 @@ class Model:
 
     def available(self) -> int:
         return self.total - len(self.live())
+
+    def losers(self, needy: Seq) -> list[Seq]:
+        """Who gives way together: the last in order, with its beams, or with all samples of its prompt unless one of them is in need."""
+        last = max((s.head for s in self.in_state("running")), key=self.place)
+        samples = sorted((s for s in self.in_state("running") if s.first is last.first), key=lambda s: s.seat)
+        return last.family if last.group else [last] if needy in samples else samples
 
     def take(self, s: Seq, count: int) -> None:
         for _ in range(count):
@@ -237,6 +255,9 @@ class Model:
 
     def step(self, budget: int, cached: Callable[[str], int]) -> dict[str, tuple[int, int, bool]]:
         """Name → (first position, tokens, samples?)."""
+        for s in self.seqs:
+            if s.done >= s.prompt:
+                self.follow(s, cached)
         for group in list(self.trunks):
             if group.members[0].done >= group.trunk:
                 self.take_trunk(group)
@@ -254,7 +275,7 @@ class Model:
             seen.add(s)
             count = min(fewest, budget)
             while s.state == "running" and self.need(s.done + count) > len(s.blocks) + self.available():
-                for loser in max((s.head for s in self.in_state("running")), key=self.place).family:
+                for loser in self.losers(s):
                     budget += part.pop(loser, 0)
                     self.swap(loser, copied)
                     self.give_up(loser, "waiting" if loser is loser.head else "behind")
@@ -272,6 +293,7 @@ class Model:
             for s in self.in_state("waiting"):
                 s.hit = cached(s.name)
         budget -= sum(s.group is not None and s not in part for s in self.in_state("running"))  # beams that have their turn later
+        seats = self.seats
         while budget > 0 and self.in_state("waiting") and len(self.in_state("running")) < self.places:
             s = min(self.in_state("waiting"), key=self.place)
             width, running = len(s.family), len(self.in_state("running"))
@@ -284,14 +306,20 @@ class Model:
                 s.group.trunk = s.group.common() // self.size * self.size if resumed else s.prompt
                 reserve = max(1, self.need(min(s.known + 1, s.end - 1)) - s.group.trunk // self.size)
                 wanted += (width - 1) * reserve
-            matched = self.match(s)
+            first = s.first  # of its blocks all but the prompt's last token may be taken over, the last of them as a copy
+            forks = s.fresh and first is not s and first.state == "running" and first.done >= s.prompt > 1 and first.seat <= seats
+            matched = first.blocks[: (s.prompt - 1) // self.size] if forks else self.match(s)
             s.blocks = list(matched)
             if wanted - len(matched) > self.available():  # the matched ones are live now, so they are in nobody's way
                 s.blocks = []
                 break
             self.take(s, self.need(s.known) - len(matched))
             s.state = "running"
+            self.seats += 1
+            s.seat = self.seats
             self.come_back(s, len(matched))
+            if forks:
+                s.done = s.prompt - 1
             if s.tenant not in {other.tenant for other in self.in_state("waiting")}:
                 self.last_waited = s.tenant
             if s.fresh:
@@ -308,7 +336,7 @@ class Model:
                 if resumed:
                     self.trunks.append(s.group)
                 budget -= width - 1
-        plan = {}
+        plan, over = {}, []
         for s, count in part.items():
             samples = s.done + count == s.known
             plan[s.name] = (s.done, count, samples)
@@ -322,16 +350,19 @@ class Model:
                     if len(s.group.rows) == len(s.group.beams):
                         self.select(s.group)
                     continue
-                s.text.append(next_token(hash_sequence(s.text), 0, VOCAB))
+                s.text.append(next_token(hash_sequence(s.text), s.seed, VOCAB))
                 if s.known == s.end:
                     self.give_up(s, "finished")
+                    over.append(s)
+        for s in over:
+            self.follow(s, cached)
         return plan
 
 
 @st.composite
 def cases(
     draw: st.DrawFn, blocks: tuple[int, int] = (1, 9), share: int = 1, outputs: tuple[int, int] = (1, 10), late: int = 12,
-    beams: tuple[int, ...] = (0, 0, 1, 2, 3), fewest: int = 1, budget: int = 10, tiers: tuple[int, ...] = (0, 1, 2, 4, 100),
+    beams: tuple[int, ...] = (0, -2, -3, 1, 2, 3), fewest: int = 1, budget: int = 10, tiers: tuple[int, ...] = (0, 1, 2, 4, 100),
     places: tuple[int, int] = (1, 5),
 ) -> Case:
     """``share``: a prompt takes at most one such part of the blocks; ``late``: the last step at which requests come; ``fewest``: requests."""
@@ -343,14 +374,14 @@ def cases(
                 st.integers(0, late), st.integers(0, 1), st.sampled_from(beams),
             ), min_size=fewest, max_size=6,
         )
-    )  # prompt, output, priority, tenant, the step it comes at, what it is about, beams (0: it samples)
+    )  # prompt, output, priority, tenant, the step it comes at, what it is about, beams (0: it samples, -n: n times)
     budgets = draw(st.lists(st.integers(1, budget), min_size=1, max_size=8))
     tier = draw(st.sampled_from(tiers))
     return count, size, draw(st.integers(*places)), draw(st.sampled_from(POLICIES)), draw(st.booleans()), tier, seqs, budgets
 
 
 # Long outputs of searches, mostly, that come together, so that groups give way and come back.
-CROWDS = cases(blocks=(4, 12), share=2, outputs=(4, 16), late=6, beams=(2, 0, 2, 3), fewest=3, budget=8, tiers=(100, 0, 4), places=(4, 7))
+CROWDS = cases(blocks=(4, 12), share=2, outputs=(4, 16), late=6, beams=(2, 0, -3, 2, 3), fewest=3, budget=8, tiers=(100, 0, 4), places=(4, 7))
 
 
 @settings(max_examples=800, deadline=None)
@@ -373,7 +404,7 @@ def follow(case: Case) -> None:
 
     def cached(name: str) -> int:
         """What the cache holds of a request changes all the time. As the policies see it; nothing is really cached."""
-        return (17 * int(name[1:]) + 29 * step) % 400
+        return (17 * int(name[1]) + 41 * int(name[3:] or 0) + 29 * step) % 400
 
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=places, max_num_batched_tokens=most, max_model_len=1000, preemption_mode="swap"),
@@ -389,20 +420,22 @@ def follow(case: Case) -> None:
     while step <= late or scheduler.has_unfinished or model.in_state("waiting"):
         for i, (prompt, output, priority, tenant, arrival, topic, beams) in enumerate(wanted):
             if arrival == step:
-                width, whole = max(1, beams), prompt // size
+                width, whole, samples = max(1, beams), prompt // size, max(1, -beams)
                 if width > places or whole + width > blocks:  # the search could not run, even alone
                     beams, width = 0, 1
                 params = SamplingParams(max_tokens=output, ignore_eos=True)
-                if beams:
+                if beams > 0:
                     params = SamplingParams(max_tokens=output, ignore_eos=True, use_beam_search=True, best_of=beams)
-                names, at = [f"r{i}", *(f"r{i}/{number}" for number in range(1, width))], arrival * PACE
+                names, at = [f"r{i}", *(f"r{i}/{number}" for number in range(1, max(width, samples)))], arrival * PACE
                 end = min(prompt + output, (whole + (blocks - whole) // width) * size + 1)
                 made = []
-                for name in names:
+                for seed, name in enumerate(names):
                     scheduler.add(Request(name, [topic] * prompt, params, prompt + output, arrival=at, priority=priority, tenant=tenant,
-                                          fork_of="" if name == names[0] else names[0]))
+                                          fork_of="" if name == names[0] else names[0], seed=seed))
                     made.append(Seq(name, len(model.seqs) + len(made), [topic] * prompt, end, priority, tenant, at))
-                if beams:
+                    made[-1].seed = seed
+                    made[-1].first = made[0] if samples > 1 else made[-1]
+                if beams > 0:
                     Group(made)
                 model.arrive(made[0], cached(names[0]), made[1:])
         expected = model.step(budgets[step % len(budgets)], cached)

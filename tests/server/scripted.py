@@ -8,6 +8,7 @@ from octavo.core.output import Delta, LogprobRow, RequestOutput
 from octavo.core.sampling import SamplingParams
 from octavo.engine.inputs import Inputs, Prompt
 from octavo.engine.outputs import Answer
+from octavo.engine.places import Places
 from octavo.engine.settings import make_config
 from octavo.errors import ContextTooLong, WorkerDied
 from octavo.text.chat_template import ChatTemplate
@@ -65,13 +66,17 @@ class ScriptedLLM:
         self.thread: asyncio.Event | None = None  # waited for before each
         self.tenants: list[str] = []  # of all prompts so far
         self.refusal: Exception | None = None
+        self.preparing = 0  # places in the queue
         self.hold: asyncio.Event | None = None  # waited for before each delta
         self.steps: int | None = None  # deltas until the hold is closed again
 
     def health(self) -> str | None:
         return self.reason
 
-    def check_room(self, n: int = 1) -> None:
+    def places(self) -> Places:
+        return Places(self)
+
+    def check_room(self, n: int) -> None:
         if self.refusal is not None:
             raise self.refusal
 
@@ -97,9 +102,11 @@ class ScriptedLLM:
         return self.template.render(messages, **options)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0, tenant: str = "", arrival: float | None = None
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0, tenant: str = "", arrival: float | None = None,
+        places: Places,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.tenants.append(tenant)
+        places.split(params.num_sequences).give_back()
         if self.script and isinstance(self.script[0], Exception):  # refused at once, as the engine does
             raise self.script[0]
         return self._generate(prompt, params, request_id)

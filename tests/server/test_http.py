@@ -3,15 +3,21 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import TypeVar
 
+import httpx
 import pytest
 import uvloop
 from tests.checkpoints import make_tiny
@@ -22,6 +28,8 @@ from octavo.errors import ConfigError
 from octavo.server import http, sockets
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+SPOKEN = {"Content-Type": "application/json", "Authorization": "Bearer k"}
+T = TypeVar("T")
 OURS = HEAD + b"Connection: close\r\nAuthorization: Bearer k\r\n"
 
 
@@ -130,6 +138,101 @@ def test_requests_that_never_become_whole(monkeypatch: pytest.MonkeyPatch, sent:
 
     answer = asyncio.run(go())
     assert answer.startswith(b"HTTP/1.1 408 ") and answer.count(b"HTTP/1.1") == 1 if sent else answer == b""
+
+
+def by_httpx(url: str, size: int) -> int:
+    return httpx.post(url, content=b" " * size, headers=SPOKEN).status_code
+
+
+def by_httpx_in_chunks(url: str, size: int) -> int:
+    return httpx.post(url, content=iter([b" " * 2**20] * (size >> 20)), headers=SPOKEN).status_code
+
+
+def by_urllib(url: str, size: int) -> int:
+    with pytest.raises(urllib.error.HTTPError) as caught:  # it asks for the connection to be closed
+        urllib.request.urlopen(urllib.request.Request(url, b" " * size, SPOKEN), timeout=30)
+    assert json.load(caught.value)["error"]["code"] == "request_too_large"
+    return caught.value.code
+
+
+def by_http_client(url: str, size: int) -> int:
+    connection = HTTPConnection(url.removeprefix("http://").partition("/")[0], timeout=30)
+    connection.request("POST", "/v1/completions", b" " * size, SPOKEN)
+    return connection.getresponse().status
+
+
+def by_curl(url: str, size: int) -> int:
+    headers = [part for name, value in SPOKEN.items() for part in ("-H", f"{name}: {value}")]
+    done = subprocess.run(["curl", "-sS", "-o", os.devnull, "-w", "%{http_code}", *headers, "--data-binary", "@-", url], input=b" " * size,
+                          capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("send", [by_httpx, by_httpx_in_chunks, by_urllib, by_http_client, by_curl])
+def test_a_client_that_sends_too_much_is_told_so(server: Server, send: Callable[[str, int], int]) -> None:
+    """Though it reads nothing before it has sent everything."""
+    if send is by_curl and shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+    for size in (33 * 2**20, 60 * 2**20):
+        before = server.rss()["api"]
+        assert send(server.url + "/v1/completions", size) == 413
+        assert server.rss()["api"] - before < 48 * 2**20
+
+
+async def talk(app: Callable[..., Awaitable[None]], client: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[T]]) -> tuple[T, float]:
+    """A client of a server of this process. → what it gives, and the seconds in which the server then ends."""
+    sock = sockets.bind("127.0.0.1", 0)
+    address = sock.getsockname()
+    server = http.make_server(app, lambda: False)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    reader, writer = await asyncio.open_connection(*address)
+    found = await asyncio.wait_for(client(reader, writer), 20)
+    began = time.monotonic()
+    server.should_exit = True
+    await asyncio.wait_for(task, 20)
+    writer.close()
+    return found, time.monotonic() - began
+
+
+async def refusing(scope: object, receive: object, send: Callable[..., Awaitable[None]]) -> None:
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2"), (b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+UNENDING = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n"
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_what_is_dropped_has_bounds(monkeypatch: pytest.MonkeyPatch, pause: float, loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """In bytes, and in time."""
+    monkeypatch.setattr(http, "MOST_DROPPED", 2**22)
+    monkeypatch.setattr(http, "LINGER_SECONDS", 0.4 if pause else 600)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[bytes, int]:
+        writer.write(UNENDING)
+        answer, sent = await reader.read(), 0
+        with pytest.raises(ConnectionError):
+            while True:
+                writer.write(b" " * (1000 if pause else 2**16))
+                await writer.drain()
+                await asyncio.sleep(pause)
+                sent += 1
+        return answer, sent
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        (answer, sent), _ = runner.run(talk(refusing, client))
+    assert answer.endswith(b"\r\n\r\nno") and sent >= (3 if pause else 2**22 >> 16)
+
+
+def test_who_still_sends_does_not_hold_up_the_end() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(UNENDING)
+        return await reader.read()
+
+    answer, seconds = asyncio.run(talk(refusing, client))
+    assert answer.startswith(b"HTTP/1.1 413 ") and seconds < 10
 
 
 def test_half_sent_requests_and_unread_answers_do_not_hold_up_the_end(tiny: str) -> None:

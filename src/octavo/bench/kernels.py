@@ -6,7 +6,7 @@ All layers are walked, as in serving: a single layer would stay in the caches an
 from typing import Any
 
 from octavo.bench.latency import op_table
-from octavo.bench.rig import Rig, ceilings_line, tell
+from octavo.bench.rig import Limits, Rig, ceilings_line, tell
 from octavo.bench.steps import mean_profile
 from octavo.bench.workloads import SLACK, batch, decoding, make
 from octavo.core.step import StepPlan
@@ -24,8 +24,8 @@ def run(rig: Rig, rows: list[int], context: int, repeat: int) -> tuple[str, dict
     """
     if rig.work is None:
         raise UnsupportedError("bench kernels measures the native backend's program", "backend")
-    _check(rig, rows, context)
-    budget = rig.llm.config.scheduler.max_num_batched_tokens
+    check(rig.limits, rows, context)
+    budget = rig.limits.max_num_batched_tokens
     texts, results = [], {}
     for count in rows:
         profiled = []
@@ -53,14 +53,14 @@ def measured(plan: StepPlan, rows: int, context: int) -> bool:
     return plan.num_tokens == rows == len(plan.items) and all(item.sample and item.start >= context - SLACK for item in plan.items)
 
 
-def _check(rig: Rig, rows: list[int], context: int) -> None:
-    most = rig.llm.config.scheduler.max_num_batched_tokens
+def check(limits: Limits, rows: list[int], context: int) -> None:
+    """Whether steps of so many rows can be made. Raises: ConfigError."""
+    most, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     if not rows or min(rows) < 1 or max(rows) > most:
         raise ConfigError(f"rows must be from 1 to max_num_batched_tokens ({most}), not {rows}", "rows")
-    seqs = rig.llm.config.scheduler.max_num_seqs
     if (decoding_rows := max((count for count in rows if count <= DECODE_ROWS), default=0)) > seqs:
         raise ConfigError(f"{decoding_rows} rows are as many sequences that decode; at most {seqs} run (max_num_seqs)", "rows")
-    if not 2 <= context <= rig.llm.max_model_len - ROOM:
-        raise ConfigError(f"context must be from 2 to {rig.llm.max_model_len - ROOM} tokens, not {context}", "context")
-    if max(rows) > rig.llm.max_model_len - 1:
-        raise ConfigError(f"rows of one prompt: at most {rig.llm.max_model_len - 1}, not {max(rows)}", "rows")
+    if not 2 <= context <= limits.context - ROOM:
+        raise ConfigError(f"context must be from 2 to {limits.context - ROOM} tokens, not {context}", "context")
+    if max(rows) > limits.context - 1:
+        raise ConfigError(f"rows of one prompt: at most {limits.context - 1}, not {max(rows)}", "rows")

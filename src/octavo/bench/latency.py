@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from octavo.bench.rig import Rig, Run, ceilings_line, tell
+from octavo.bench.rig import Limits, Rig, Run, ceilings_line, tell
 from octavo.bench.steps import OpTime, floor_seconds, mean_profile
 from octavo.bench.tables import percentile, ranged, spread, table
 from octavo.bench.workloads import batch, make
@@ -14,7 +14,7 @@ PROFILED = 32  # decode steps whose ops are measured, in a run of their own
 
 def run(rig: Rig, batch_sizes: list[int], tokens_in: int, tokens_out: int, repeat: int, warmup: int) -> tuple[str, dict[str, Any]]:
     """Every batch size in turn, ``repeat`` times. → tables, and the result. Raises: ConfigError."""
-    _check(rig, batch_sizes, tokens_in, tokens_out)
+    check(rig.limits, batch_sizes, tokens_in, tokens_out)
     runs: dict[int, list[Run]] = {size: [] for size in batch_sizes}
     for number in range(-warmup, repeat):
         rig.sample_ceilings()
@@ -36,13 +36,14 @@ def run(rig: Rig, batch_sizes: list[int], tokens_in: int, tokens_out: int, repea
     return text, rig.head("latency") | {"repeat": repeat, "tokens_in": tokens_in, "tokens_out": tokens_out, "results": results}
 
 
-def _check(rig: Rig, batch_sizes: list[int], tokens_in: int, tokens_out: int) -> None:
-    if not batch_sizes or min(batch_sizes) < 1 or max(batch_sizes) > rig.llm.config.scheduler.max_num_seqs:
-        raise ConfigError(f"batch sizes must be from 1 to max_num_seqs ({rig.llm.config.scheduler.max_num_seqs}), not {batch_sizes}", "batch_size")
+def check(limits: Limits, batch_sizes: list[int], tokens_in: int, tokens_out: int) -> None:
+    """Whether the batches fit. Raises: ConfigError."""
+    if not batch_sizes or min(batch_sizes) < 1 or max(batch_sizes) > limits.max_num_seqs:
+        raise ConfigError(f"batch sizes must be from 1 to max_num_seqs ({limits.max_num_seqs}), not {batch_sizes}", "batch_size")
     if tokens_out < 3:
         raise ConfigError(f"output_len is {tokens_out}: time between tokens needs at least 3", "output_len")
-    if tokens_in < 2 or tokens_in + tokens_out > rig.llm.max_model_len:
-        raise ConfigError(f"input_len {tokens_in} and output_len {tokens_out}: at least 2 in, and {rig.llm.max_model_len} together", "input_len")
+    if tokens_in < 2 or tokens_in + tokens_out > limits.context:
+        raise ConfigError(f"input_len {tokens_in} and output_len {tokens_out}: at least 2 in, and at most {limits.context} together", "input_len")
 
 
 def _facts(rig: Rig, size: int, runs: list[Run]) -> tuple[dict[str, Any], tuple[Any, ...]]:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import octavo
 from octavo.config import Config
+from octavo.errors import ConfigError
 
 
 def head(config: Config | None) -> dict[str, Any]:
@@ -50,12 +52,32 @@ def machine() -> dict[str, Any]:
     }
 
 
+def check_place(path: Path) -> None:
+    """Whether a result can be written there: asked before it is measured. Raises: ConfigError."""
+    if path.is_dir():
+        raise ConfigError(f"save: {path} is a folder, and a file is asked for", "save")
+    if not path.parent.is_dir():
+        raise ConfigError(f"save: {path.parent} is no folder that is there: make it first", "save")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"save: the folder {path.parent} cannot be written to", "save")
+
+
 def write(path: Path, result: dict[str, Any]) -> None:
     """One result as a JSON file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(result, indent=1) + "\n")
     draft.replace(path)
+
+
+def hand_out(text: str, found: dict[str, Any], save: Path | None) -> None:
+    """The table, and the result as the last line, and to the file that is asked for."""
+    try:
+        if save is not None:
+            write(save, found)
+    except OSError as error:
+        raise ConfigError(f"save: {save} could not be written: {error}", "save") from error
+    finally:  # what was measured is not lost with a disk that is full
+        sys.stdout.write(f"{text}\n{json.dumps(found)}\n")
 
 
 def _cpu() -> str:

@@ -14,9 +14,14 @@ from octavo.bench.ceilings import Ceilings, Probe
 from octavo.bench.steps import Step, Watched, Work, floor_seconds
 from octavo.bench.workloads import Load
 from octavo.core.step import StepPlan
+from octavo.engine import factory
 from octavo.engine.report import Report
+from octavo.engine.settings import make_config
 from octavo.errors import WorkerDied
+from octavo.models import registry
 from octavo.ops.threads import allowed_threads
+from octavo.weights import hub
+from octavo.weights.checkpoint import open_checkpoint
 
 BUSY = 0.5  # of a core: a higher load is somebody's
 
@@ -47,6 +52,23 @@ class Run:
         return self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a load has to fit."""
+
+    context: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def limits(model: str, settings: dict[str, Any], report: Report) -> Limits:
+    """The limits as they are known before the weights are read; a small KV pool may leave less of the context. Raises: as LLM does."""
+    config = make_config(model, **settings)
+    with open_checkpoint(hub.resolve(config.model.model, config.model.revision, report.progress)) as checkpoint:
+        context = factory.context_asked(config, registry.read_spec(checkpoint))
+    return Limits(context, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+
+
 class Rig:
     """LLM(model, **settings) with ceilings and watched steps. A context manager. Raises: as LLM does."""
 
@@ -58,6 +80,7 @@ class Rig:
         engine = self.llm.engine
         self._runner: Any = engine.core.executor
         config = self.llm.config
+        self.limits = Limits(self.llm.max_model_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         self.native = config.runner.backend == "native"
         self.probe = Probe(config.runner.num_threads, engine.isa) if self.native else None
         blocks = config.kv.num_kv_blocks or 1

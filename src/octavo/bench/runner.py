@@ -54,6 +54,10 @@ def run(names: Sequence[str], model: str, out: Path, *, repeats: int, quick: boo
         raise ConfigError(f"repeats must be at least 1, not {repeats}", "repeats")
     if pictures:
         picture.require()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: the folder {out} cannot be made: {error}", "out") from error
     lab = Lab(model, repeats=repeats, quick=quick, num_threads=num_threads, report=report, tell=_tell)
     try:
         head = result.head(lab.config)

@@ -10,7 +10,7 @@ from octavo.bench.workloads import make, named
 
 def run(rig: Rig, workloads: str, repeat: int, warmup: int) -> tuple[str, dict[str, Any]]:
     """All workloads in turn, ``repeat`` times, after ``warmup`` rounds for nothing. → a table, and the result. Raises: ConfigError."""
-    chosen = named(workloads, rig.llm.max_model_len)
+    chosen = named(workloads, rig.limits.context)
     runs: dict[str, list[Any]] = {name: [] for name in chosen}
     for number in range(-warmup, repeat):
         rig.sample_ceilings()

@@ -4,8 +4,6 @@ Throughput, latency, kernels, startup and serve tell their progress on standard 
 settings, samples.
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +16,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure this machine, this engine,
 BENCH = "Benchmark"
 Repeat = Annotated[int, typer.Option(help="Rounds that count.", min=1, rich_help_panel=BENCH)]
 Warmup = Annotated[int, typer.Option(help="Rounds before, for nothing.", min=0, rich_help_panel=BENCH)]
-Save = Annotated[Path | None, typer.Option(help="Write the JSON to this file, too.", rich_help_panel=BENCH)]
+Save = Annotated[Path | None, o.save_option(BENCH)]
 
 
 @app.command()
@@ -32,10 +30,10 @@ def throughput(
 ) -> None:
     """Whole workloads, taking turns: tokens per second, and the share of the roofline measured in the same process."""
     from octavo.bench import throughput as bench
-    from octavo.bench.workloads import parse_names
+    from octavo.bench.workloads import named, parse_names
 
-    parse_names(workloads)  # an unknown name is told before the model is loaded
-    _measure(model, settings, lambda rig: bench.run(rig, workloads, repeat, warmup), save)
+    parse_names(workloads)  # an unknown name is told before the model is looked for
+    _measure(model, settings, lambda limits: named(workloads, limits.context), lambda rig: bench.run(rig, workloads, repeat, warmup), save)
 
 
 @app.command()
@@ -52,7 +50,8 @@ def latency(
     """One batch of equal requests: first token, time between tokens, what is outside the kernels, and a step by op."""
     from octavo.bench import latency as bench
 
-    _measure(model, settings, lambda rig: bench.run(rig, batch_size or [1, 64], input_len, output_len, repeat, warmup), save)
+    load = batch_size or [1, 64], input_len, output_len
+    _measure(model, settings, lambda limits: bench.check(limits, *load), lambda rig: bench.run(rig, *load, repeat, warmup), save)
 
 
 @app.command()
@@ -68,16 +67,18 @@ def kernels(
     """Every op of the model's program against the machine's ceilings."""
     from octavo.bench import kernels as bench
 
-    _measure(model, settings, lambda rig: bench.run(rig, rows or [1, 8, 32, 64, 512], context, repeat), save)
+    load = rows or [1, 8, 32, 64, 512], context
+    _measure(model, settings, lambda limits: bench.check(limits, *load), lambda rig: bench.run(rig, *load, repeat), save)
 
 
 @app.command()
 @o.engine_options(own_seed=False)
 def startup(model: o.Model, repeat: Repeat = 5, save: Save = None, *, settings: dict[str, Any]) -> None:
     """From the start of a process to its first token, offline and served, with and without kept packed weights; and its memory."""
+    from octavo.bench import result
     from octavo.bench import startup as bench
 
-    _hand_out(*bench.run(model, settings, repeat), save)
+    result.hand_out(*bench.run(model, settings, repeat), save)
 
 
 @app.command()
@@ -128,29 +129,24 @@ def serve(
     save: Save = None,
 ) -> None:
     """Load on a server, closed loop (--max-concurrency) or open loop (--request-rate): TTFT, TPOT, ITL, percentiles."""
+    from octavo.bench import result
     from octavo.bench import serve as bench
 
     text, found = bench.measure(url, model, num_prompts=num_prompts, tokens_in=input_len, tokens_out=output_len, concurrency=max_concurrency,
                                 rate=request_rate, vocab=vocab_size, seed=seed, api_key=api_key)
-    _hand_out(text, found, save)
+    result.hand_out(text, found, save)
 
 
-def _measure(model: str, settings: dict[str, Any], run: Any, save: Path | None) -> None:
+def _measure(model: str, settings: dict[str, Any], check: Any, run: Any, save: Path | None) -> None:
+    """Measure on a loaded model; what cannot fit it is told before its weights are read."""
     from octavo.cli.terminal import Startup
 
     with Startup() as startup:
-        from octavo.bench.rig import Rig
+        from octavo.bench import result
+        from octavo.bench.rig import Rig, limits
 
+        check(limits(model, settings, startup))
         rig = Rig(model, settings, startup)
     with rig:
         text, found = run(rig)
-    _hand_out(text, found, save)
-
-
-def _hand_out(text: str, found: dict[str, Any], save: Path | None) -> None:
-    """The table, and the result as the last line."""
-    if save is not None:
-        from octavo.bench import result
-
-        result.write(save, found)
-    sys.stdout.write(f"{text}\n{json.dumps(found)}\n")
+    result.hand_out(text, found, save)

@@ -1,7 +1,5 @@
 """`octavo eval`: what a precision costs, in perplexity, KL divergence, agreement, and one's own tasks."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +20,7 @@ def evaluate(
     reference: Annotated[list[str] | None, typer.Option(help="A setting of the reference, NAME=VALUE; repeat for several (default dtype=float32).",
                                                         rich_help_panel=EVAL)] = None,
     window: Annotated[int, typer.Option(help="Tokens of the text that are seen together.", rich_help_panel=EVAL)] = 512,
-    save: Annotated[Path | None, typer.Option(help="Write the JSON to this file, too.", rich_help_panel=EVAL)] = None,
+    save: Annotated[Path | None, o.save_option(EVAL)] = None,
     *, settings: dict[str, Any],
 ) -> None:
     """Compare a model under the settings given with a reference, side by side. The last line is JSON."""
@@ -37,6 +35,4 @@ def evaluate(
         pair = quality.Pair(model, settings, quality.settings_of(reference or ["dtype=float32"], o.ENGINE_OPTIONS), startup)
     with pair:
         shown, found = quality.run(pair, prose, source, given, window)
-    if save is not None:
-        result.write(save, found)
-    sys.stdout.write(f"{shown}\n{json.dumps(found)}\n")
+    result.hand_out(shown, found, save)

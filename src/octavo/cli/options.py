@@ -7,6 +7,7 @@ place: the engine's own for settings, the model's own for sampling.
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,9 +55,11 @@ ENGINE_OPTIONS: Table = {
     "quantization": (str, "Of weights: int8, int4, int4_g128, gguf (as stored). Default: none.", ()),
     "kv_cache_dir": (str, "Folder in which hot cached prefixes are kept from one start to the next.", ()),
     "kv_cache_dir_bytes": (int, "Most bytes to keep there (default 1 GiB).", ()),
-    "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),  # its name would cut all others at 80 columns
+    # Two names a line would cut the others' at 80 columns: SWITCHES tells of them.
+    "enable_prefix_caching": (bool, "", ("--enable-prefix-caching/--no-enable-prefix-caching",)),
     "enable_weight_cache": (bool, "", ("--enable-weight-cache/--no-enable-weight-cache",)),
 }
+SWITCHES = "Prefix caching and the cache of packed weights are on, unless --no-enable-prefix-caching and --no-enable-weight-cache switch them off."
 
 SAMPLING_OPTIONS: Table = {
     "max_tokens": (int, "Most tokens to generate.", ()),
@@ -94,7 +97,7 @@ NEUTRAL_OPTIONS: Table = {
 
 OTHERS = (  # of single commands
     "host", "port", "uds", "api_key", "url", "prompt", "prompts_file", "served_model_name", "workloads", "batch_size", "input_len", "output_len",
-    "rows", "context", "text", "tasks", "reference", "window", "num_prompts", "max_concurrency", "request_rate",
+    "rows", "context", "save", "text", "tasks", "reference", "window", "num_prompts", "max_concurrency", "request_rate",
 )
 
 Command = Callable[..., None]
@@ -109,7 +112,14 @@ def engine_options(*, own_seed: bool = True) -> Callable[[Command], Command]:
     if not own_seed:
         kind, text, _ = table["seed"]
         table["seed"] = (kind, text, ())
-    return _extend(table | NEUTRAL_OPTIONS, "settings", ENGINE, prefix="engine_")
+    extend = _extend(table | NEUTRAL_OPTIONS, "settings", ENGINE, prefix="engine_")
+
+    def told(command: Command) -> Command:
+        run = extend(command)
+        run.__doc__ = f"{command.__doc__}\n\n{SWITCHES}"
+        return run
+
+    return told
 
 
 def sampling_options(command: Command) -> Command:
@@ -139,6 +149,18 @@ def _extend(table: Table, gathered: str, panel: str, prefix: str = "") -> Callab
         return run
 
     return extend
+
+
+def save_option(panel: str) -> Any:
+    """--save, of whatever measures: a place that cannot be written to is told before anything is done."""
+    def check(path: Path | None) -> Path | None:
+        if path is not None:
+            from octavo.bench.result import check_place
+
+            check_place(path)
+        return path
+
+    return typer.Option(help="Write the JSON to this file, too. Its folder must be there.", callback=check, rich_help_panel=panel)
 
 
 def load(model: str, settings: dict[str, Any], wanted: dict[str, Any], *, verbose: bool = False) -> "LLM":

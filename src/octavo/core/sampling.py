@@ -10,6 +10,7 @@ import msgspec
 from octavo.errors import InvalidRequest, UnsupportedError, shown
 
 MAX_N = 16_384
+MOST_COUNT = 2**31 - 1  # of tokens and alternatives: more mean nothing anywhere, and may not fit where they go
 SEED_LIMIT = 2**64
 MOST_LENGTH_PENALTY = 50.0  # either way: the score of a million tokens is still a float64
 MOST_CANDIDATES = 1024  # continuations of each beam that a step can give, at least where the vocabulary has as many
@@ -110,18 +111,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number(self.repetition_penalty, "repetition_penalty", F32_SMALLEST, F32_MAX)
         _number(self.temperature, "temperature", 0.0, F32_MAX)
         _number(self.top_p, "top_p", 0.0, 1.0, open_low=True)
-        _whole(self.top_k, "top_k", -1, None)
+        _whole(self.top_k, "top_k", -1, MOST_COUNT)
         _number(self.min_p, "min_p", 0.0, 1.0)
         if self.seed is not None:
             _whole(self.seed, "seed", -(2**63), SEED_LIMIT - 1)
         if self.max_tokens is not None:
-            _whole(self.max_tokens, "max_tokens", 1, None)
-        _whole(self.min_tokens, "min_tokens", 0, None)
+            _whole(self.max_tokens, "max_tokens", 1, MOST_COUNT)
+        _whole(self.min_tokens, "min_tokens", 0, MOST_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens ({shown(self.min_tokens)}) is above max_tokens ({shown(self.max_tokens)})", "min_tokens")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(getattr(self, name), name, -1, None)
+                _whole(getattr(self, name), name, -1, MOST_COUNT)
         _texts(self.stop, "stop")
         _texts(self.bad_words, "bad_words")
         _ids(self.stop_token_ids, "stop_token_ids")
@@ -213,11 +214,11 @@ def _biases(given: object) -> dict[int, float]:
     return found
 
 
-def _whole(value: object, name: str, low: int, high: int | None) -> None:
+def _whole(value: object, name: str, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be a whole number, not {shown(value)}", name)
-    if value < low or (high is not None and value > high):
-        raise InvalidRequest(f"{name} must be {_span(low, high)}, not {shown(value)}", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {shown(value)}", name)
 
 
 def _number(value: object, name: str, low: float, high: float, *, open_low: bool = False) -> None:
@@ -231,10 +232,6 @@ def _number(value: object, name: str, low: float, high: float, *, open_low: bool
         elif high == F32_MAX:
             most = "" if value < low else f"{most}, float32's largest number"
         raise InvalidRequest(f"{name} must be {least}{most}, not {shown(value)}", name)
-
-
-def _span(low: int, high: int | None) -> str:
-    return f"at least {low}" if high is None else f"between {low} and {high}"
 
 
 def _texts(values: Sequence[object], name: str) -> None:

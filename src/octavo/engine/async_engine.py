@@ -5,12 +5,10 @@ runs it all; nothing here is safe to call from other threads.
 """
 
 import asyncio
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -24,10 +22,11 @@ from octavo.engine.generation import Flight, Generation
 from octavo.engine.inputs import Inputs, Prompt, check_priority
 from octavo.engine.messages import Abort, Batch, Begin, End, EngineStats, FromEngine, Note, Progress, Ready
 from octavo.engine.outputs import Answer
+from octavo.engine.places import Places
 from octavo.engine.report import LogReport, Report, phase
 from octavo.engine.settings import make_config
 from octavo.engine.switchboard import Listener, Switchboard
-from octavo.errors import Cancelled, ConfigError, ContextTooLong, InvalidRequest, OctavoError, QueueFull, WorkerDied, shown
+from octavo.errors import Cancelled, ConfigError, ContextTooLong, InvalidRequest, OctavoError, WorkerDied, shown
 
 if TYPE_CHECKING:
     from octavo.engine.client import EngineClient
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STALL_SECONDS = 60.0  # without a step while work is unfinished: the engine hangs. The longest step of a large model on few cores takes less
 TEXT_THREADS = 4  # a long prompt in one must not hold up the short ones
-MOST_RETRY_SECONDS = 60
 
 
 class AsyncLLM:
@@ -84,7 +82,7 @@ class AsyncLLM:
         self.config = config  # final once started
         self.vocab_size = vocab
         self.tokenizer, self.template, self.defaults = text.tokenizer, text.template, text.defaults
-        self._board = Switchboard(client.send)
+        self._board = Switchboard(client.send, most)
         self.listeners: list[Listener] = self._board.listeners
         self.failure: str | None = None  # why the engine can answer no more
         self.on_death = asyncio.Event()  # set when it cannot, unless it was shut down
@@ -96,7 +94,6 @@ class AsyncLLM:
         self._client = client
         self._text = text
         self._report = report
-        self._most_queued = most
         self._pool = ThreadPoolExecutor(TEXT_THREADS, "octavo-text")
         self._longest_token: float | None = None  # TextSide.longest_token, looked at when the first long text comes: that costs 0.1 s
         self._ready: asyncio.Future[Ready] | None = None
@@ -191,16 +188,13 @@ class AsyncLLM:
 
     # -- before the engine
 
-    def check_room(self, n: int = 1) -> None:
-        """Whether ``n`` more sequences may wait: ask before any work is spent on a request. Where nobody waits, any number may.
+    def places(self) -> Places:
+        """For who will spend work on a request before it is queued: ``take`` as many as it has sequences first, and hand them to ``generate``.
 
-        Raises: QueueFull; WorkerDied.
+        Raises: WorkerDied.
         """
         self._check_alive()
-        waiting, most = len(self._board.queued) + self._board.preparing, self._most_queued
-        if most is not None and waiting and waiting + n > most:
-            retry = self._retry_after(waiting)
-            raise QueueFull(f"{waiting} requests wait, and the queue has room for {most} (max_num_queued_reqs): try again in {retry} s", None, retry)
+        return Places(self._board)
 
     async def tokenize(self, prompt: Any, *, add_special_tokens: bool = True) -> Prompt:
         """Check and tokenize a prompt of any shape that LLM.generate takes, in a thread.
@@ -210,8 +204,8 @@ class AsyncLLM:
         if isinstance(prompt, Prompt):
             return prompt
         self._check_alive()
-        with self._place():
-            return await self._tokenize(prompt, add_special_tokens)
+        await self._check_size(prompt)
+        return await self._in_pool(partial(self.inputs.prompt, prompt, add_special_tokens=add_special_tokens))
 
     async def render(self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any) -> str:
         """The text of a conversation by the model's chat template (text/chat_template.py), in a thread.
@@ -231,43 +225,45 @@ class AsyncLLM:
         return await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Do some work on text in the threads that tokenization has, counted as one that waits; check_room() asks for room.
+        """Do some work on text in the threads that tokenization has.
 
         Cancelling gives it up where it has not begun. Raises: what ``work`` raises; WorkerDied.
         """
         self._check_alive()
-        with self._place():
-            return await self._in_pool(work)
+        return await self._in_pool(work)
 
     # -- answers
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0, tenant: str = "",
-        add_special_tokens: bool = True, deltas: bool = True, arrival: float | None = None,
+        add_special_tokens: bool = True, deltas: bool = True, arrival: float | None = None, places: Places | None = None,
     ) -> Generation:
         """Answer one prompt: an async iterator over the news (``deltas``), or over everything so far each time.
 
         The request counts from this call on. A Prompt (from ``tokenize``) is queued at once; another is tokenized when the
-        iteration begins. ``arrival``: when it came in (monotonic seconds), if that was earlier. A slow reader gets fewer and
-        larger pieces. Closing, cancelling or dropping it aborts the request. It ends with a finish_reason in each of the n
-        sequences ("error": its stop_reason says what), or with WorkerDied.
+        iteration begins. ``arrival``: when it came in (monotonic seconds), if that was earlier. ``places``: of which it takes over as many
+        as it has sequences (default: it finds its own). A slow reader gets fewer and larger pieces. Closing, cancelling or dropping it
+        aborts the request. It ends with a finish_reason in each of the n sequences ("error": its stop_reason says what), or with WorkerDied.
 
-        Raises: InvalidRequest, QueueFull (not for a Prompt: ask check_room before tokenizing), WorkerDied; ContextTooLong.
+        Raises: InvalidRequest, QueueFull, WorkerDied; ContextTooLong.
         """
         self._check_alive()
         params = self.defaults if sampling_params is None else sampling_params
         bad_words = self.inputs.check(params)
         check_priority(priority, self.config.scheduler.policy)
         self.inputs.check_tenant(tenant)
-        if not isinstance(prompt, Prompt):
-            self.check_room(params.num_sequences)
-        flight = Flight(self._board.name(request_id), params)
+        name = self._board.name(request_id)
+        flight = Flight(name, params, (Places(self._board) if places is None else places).split(params.num_sequences))
+        self._board.open(flight)
         submit, start = partial(self._submit, flight, bad_words, priority, tenant, arrival), None
         if isinstance(prompt, Prompt):
-            submit(prompt)
+            try:
+                submit(prompt)
+            except BaseException:
+                self._board.forget(flight, "error")
+                raise
         else:
             start = partial(self._tokenize_and_submit, flight, prompt, add_special_tokens, submit)
-        self._board.open(flight, 0 if start is None else params.num_sequences)
         return Generation(flight, start, self._board.leave, self._board.told, deltas=deltas, loop=asyncio.get_running_loop())
 
     async def abort(self, request_id: str) -> bool:
@@ -302,24 +298,11 @@ class AsyncLLM:
         if not self._started:
             raise WorkerDied("this AsyncLLM is not started: await start(), or use async with")
 
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Count a text that is worked on as one that waits, so that a burst is refused before it is tokenized."""
-        self._board.preparing += 1
-        try:
-            yield
-        finally:
-            self._board.preparing -= 1
-
     async def _in_pool(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def _tokenize(self, prompt: Any, add_special_tokens: bool) -> Prompt:
-        await self._check_size(prompt)
-        return await self._in_pool(partial(self.inputs.prompt, prompt, add_special_tokens=add_special_tokens))
-
     async def _tokenize_and_submit(self, flight: Flight, prompt: Any, add_special_tokens: bool, submit: Callable[[Prompt], None]) -> None:
-        checked = await self._tokenize(prompt, add_special_tokens)
+        checked = await self.tokenize(prompt, add_special_tokens=add_special_tokens)
         if not flight.gone:  # its reader, or the engine, may have left meanwhile
             submit(checked)
 
@@ -345,7 +328,7 @@ class AsyncLLM:
             self._board.engine_id(flight.request_id), prompt, flight.params, bad_words, arrival=now, priority=priority, tenant=tenant,
         )
         answer = Answer(flight.request_id, prompt, flight.params, self.tokenizer, now)
-        self._board.submit(flight, answer, requests, len(prompt.ids), self.vocab_size)
+        self._board.submit(flight, answer, requests, len(prompt.ids))
 
     # -- from the engine
 
@@ -375,14 +358,6 @@ class AsyncLLM:
                 LOGGER.error("%s; %d requests end with it", self.failure, len(self._board.flights))
             self.on_death.set()
         self._board.fail_all(WorkerDied(error.message))
-
-    # -- small things
-
-    def _retry_after(self, waiting: int) -> int:
-        """Seconds in which the queue should be through, at the pace of the last admissions."""
-        times = self._board.admissions
-        span = time.monotonic() - times[0] if times else 0.0
-        return 1 if span <= 0 else max(1, min(MOST_RETRY_SECONDS, math.ceil(waiting * span / len(times))))
 
 
 def _queue_bound(value: Any) -> int | None:

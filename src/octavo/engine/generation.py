@@ -6,18 +6,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from octavo.core.output import RequestOutput
 from octavo.core.sampling import SamplingParams
 from octavo.engine.outputs import Answer
+from octavo.engine.places import Places
 
 
 class Flight:
     """A request between its acceptance and its end. Written by AsyncLLM only, on the event loop."""
 
-    __slots__ = ("answer", "begun", "error", "gone", "news", "open", "params", "request_id", "reserved", "waiter")
+    __slots__ = ("answer", "begun", "error", "gone", "news", "open", "params", "places", "request_id", "waiter")
 
-    def __init__(self, request_id: str, params: SamplingParams) -> None:
+    def __init__(self, request_id: str, params: SamplingParams, places: Places) -> None:
         self.request_id = request_id
         self.params = params
         self.answer: Answer | None = None  # None: not yet tokenized
-        self.reserved = 0  # places in the queue, held until it is tokenized
+        self.places = places  # in the queue, held until it is submitted
         self.open: set[str] = set()  # its sequences, by their ids in the engine, that have not ended
         self.begun = 0  # of its sequences: have their first token, which its reader has not been given yet
         self.gone = False  # over for its reader, or without one: must not be submitted any more

@@ -49,9 +49,9 @@ class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rest: SamplingParams | None = None  # the parameters of all but the first, where they differ
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab: int) -> "Add":
+    def of(cls, requests: Sequence[Request]) -> "Add":
         """The message for the requests that Inputs made of one prompt."""
-        first, params = requests[0], [_computed(request.params, request.max_total, vocab) for request in requests[:2]]
+        first, params = requests[0], [_computed(request.params) for request in requests[:2]]
         return cls(
             [request.id for request in requests], [request.seed for request in requests], first.prompt, params[0], first.max_total, first.eos_ids,
             first.arrival, first.priority, first.tenant, first.bad_words, first.cache_salt,
@@ -199,14 +199,13 @@ decode_boot = msgspec.msgpack.Decoder(Boot).decode
 decode_last_words = msgspec.msgpack.Decoder(LastWords).decode
 
 
-def _computed(params: SamplingParams, max_total: int, vocab: int) -> SamplingParams:
-    """What the engine reads of the parameters, in numbers that fit 64 bits, without a change of meaning.
+def _computed(params: SamplingParams) -> SamplingParams:
+    """What the engine reads of the parameters.
 
     Text is the caller's affair (stop, bad_words as text); seed, n and max_tokens are facts of the Request already. A search's width is
     ``best_of``, whatever n.
     """
-    most = {name: min(value, vocab) for name in ("top_k", "logprobs", "prompt_logprobs") if (value := getattr(params, name)) is not None}
     return msgspec.structs.replace(
-        params, **most, n=1, best_of=params.beam_width if params.use_beam_search else None, seed=None, stop=[], bad_words=[], max_tokens=None,
-        min_tokens=min(params.min_tokens, max_total), detokenize=True, skip_special_tokens=True, include_stop_str_in_output=False,
+        params, n=1, best_of=params.beam_width if params.use_beam_search else None, seed=None, stop=[], bad_words=[], max_tokens=None,
+        detokenize=True, skip_special_tokens=True, include_stop_str_in_output=False,
     )

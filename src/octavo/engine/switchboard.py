@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,8 +14,10 @@ from octavo.engine.console import LOGGER
 from octavo.engine.generation import Flight
 from octavo.engine.messages import Abort, Add, Batch, EngineStats, ResetCache, ToEngine
 from octavo.engine.outputs import Answer
-from octavo.errors import InvalidRequest, WorkerDied
+from octavo.errors import InvalidRequest, QueueFull, WorkerDied
 from octavo.observe.events import Admitted, Preempted
+
+MOST_RETRY_SECONDS = 60
 
 
 class Listener(Protocol):
@@ -34,20 +37,24 @@ class Listener(Protocol):
 
 
 class Switchboard:
-    """The open requests of one engine. Nothing is kept of one that has ended. One event loop uses it."""
+    """The open requests of one engine. Nothing is kept of one that has ended. One event loop uses it.
 
-    def __init__(self, send: Callable[[ToEngine], None]) -> None:
+    ``most_queued`` bounds the sequences that wait: those that the scheduler has not admitted, and those whose texts are worked on.
+    """
+
+    def __init__(self, send: Callable[[ToEngine], None], most_queued: int | None = None) -> None:
         self.listeners: list[Listener] = []
         self.stats = EngineStats()
         self.flights: dict[str, Flight] = {}  # by request id; accepted and not ended
         self.sequences: dict[str, tuple[Flight, int]] = {}  # by id in the engine; its place among the n
         self.queued: set[str] = set()  # sequences that the scheduler has not admitted yet
-        self.preparing = 0  # places held by what is being rendered or tokenized
+        self.preparing = 0  # places held for what is being rendered or tokenized (Places)
         self.admissions: deque[float] = deque(maxlen=64)  # when the last ones were
         self.idle = asyncio.Event()  # nothing is open
         self.idle.set()
         self.progress = 0.0  # when the engine last showed life, or was given work after a pause
         self._send = send
+        self._most_queued = most_queued
         self._resets: deque[asyncio.Future[None]] = deque()  # of the cache, asked for and not yet done, in their order
         self._numbers = itertools.count()  # of requests: an id in the engine is never used twice, so late news reach nobody else
 
@@ -67,18 +74,23 @@ class Switchboard:
         """What the request is called in the engine."""
         return f"{request_id}~{next(self._numbers)}"
 
-    def open(self, flight: Flight, places: int) -> None:
-        """A request is accepted; until it is submitted it holds so many places in the queue."""
-        flight.reserved = places
-        self.preparing += places
+    def check_room(self, n: int) -> None:
+        """Whether ``n`` more sequences may wait. Where nobody waits, any number may. Raises: QueueFull."""
+        waiting, most = len(self.queued) + self.preparing, self._most_queued
+        if most is not None and waiting and waiting + n > most:
+            retry = self._retry_after(waiting)
+            raise QueueFull(f"{waiting} requests wait, and the queue has room for {most} (max_num_queued_reqs): try again in {retry} s", None, retry)
+
+    def open(self, flight: Flight) -> None:
+        """A request is accepted; until it is submitted it holds its places in the queue."""
         self.flights[flight.request_id] = flight
         self.idle.clear()
 
-    def submit(self, flight: Flight, answer: Answer, requests: Sequence[Request], num_prompt: int, vocab: int) -> None:
+    def submit(self, flight: Flight, answer: Answer, requests: Sequence[Request], num_prompt: int) -> None:
         """Send an open request to the engine. From here on its sequences are known, until each has ended."""
         now = answer.metrics.arrival
-        self._send(Add.of(requests, vocab))
-        self._release(flight)
+        self._send(Add.of(requests))
+        flight.places.give_back()  # its sequences wait themselves now
         flight.answer = answer
         if not self.sequences:
             self.progress = now
@@ -175,7 +187,7 @@ class Switchboard:
         now, flight.gone = time.monotonic(), True
         for sequence in list(flight.open):
             self._end_sequence(flight, sequence, reason, now)
-        self._release(flight)
+        flight.places.give_back()
         self._drop(flight)
 
     def _end_sequence(self, flight: Flight, sequence: str, reason: str, now: float) -> None:
@@ -192,10 +204,10 @@ class Switchboard:
             if not self.flights:
                 self.idle.set()
 
-    def _release(self, flight: Flight) -> None:
-        """Give back the places that it held while it was tokenized."""
-        self.preparing -= flight.reserved
-        flight.reserved = 0
+    def _retry_after(self, waiting: int) -> int:
+        """Seconds in which the queue should be through, at the pace of the last admissions."""
+        span = time.monotonic() - self.admissions[0] if self.admissions else 0.0
+        return 1 if span <= 0 else max(1, min(MOST_RETRY_SECONDS, math.ceil(waiting * span / len(self.admissions))))
 
     def _tell(self, what: str, *args: Any) -> None:
         for listener in self.listeners:

@@ -170,7 +170,7 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def _too_large(limit: int, size: str) -> ApiError:
-    # What is left of the body will not be read, so the connection cannot be used again.
+    # What is left of the body is dropped, and not all of it is waited for (http.py), so the connection cannot be used again.
     return ApiError(413, f"the body has {size}; at most {limit} bytes are accepted", code="request_too_large", headers={"Connection": "close"})
 
 

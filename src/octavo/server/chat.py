@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.inputs import check_priority
+from octavo.engine.places import Places
 from octavo.server.answers import ChatChoice, ChatMessage, ChatResponse
 from octavo.server.body import read_json
 from octavo.server.collect import chat_logprobs
@@ -20,11 +21,12 @@ from octavo.server.schema import ChatRequest, Json
 async def chat_completions(context: Context, http: Request) -> Response:
     """Answer a conversation. Raises: ApiError, OctavoError, Disconnected."""
     request = await read_json(http, ChatRequest, context.settings)
-    job, lead = await while_connected(http.receive, prepare(context, request, http))
-    return await respond(http, job, ChatFormat(job, request, lead))
+    with context.llm.places() as places:
+        job, lead = await while_connected(http.receive, prepare(context, request, http, places))
+        return await respond(http, job, ChatFormat(job, request, lead))
 
 
-async def prepare(context: Context, request: ChatRequest, http: Request) -> tuple[Job, str]:
+async def prepare(context: Context, request: ChatRequest, http: Request, places: Places) -> tuple[Job, str]:
     """Check everything, render and tokenize. → the job, and the text that its answers begin with (echo).
 
     Raises: ApiError, RequestError, QueueFull (before rendering).
@@ -47,13 +49,13 @@ async def prepare(context: Context, request: ChatRequest, http: Request) -> tupl
     messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
     options = template_options(request)
     documents = free_json(request.documents, list[Json], "documents")
-    llm.check_room(params.num_sequences)
+    places.take(params.num_sequences)
     text = await llm.render(messages, tools=tools, documents=documents, **options)
     room = llm.max_model_len - (asked or 1)
     prompt = await tokenize(llm, text, request, room, special=bool(request.add_special_tokens), settings=settings, field="messages")
     llm.inputs.check_room(prompt, params, "messages")
     check_room(len(prompt.ids), asked, llm.max_model_len, field)
-    job = Job(context, request, answer_id, [prompt], params, params.n, tenant=tenant, arrival=http.scope["state"]["arrival"])
+    job = Job(context, request, answer_id, [prompt], params, params.n, places, tenant=tenant, arrival=http.scope["state"]["arrival"])
     return job, _lead(request, messages)
 
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.inputs import Prompt, check_priority
+from octavo.engine.places import Places
 from octavo.server.answers import CompletionChoice, CompletionLogprobs, CompletionResponse
 from octavo.server.body import read_json
 from octavo.server.collect import Offsets, completion_logprobs
@@ -24,11 +25,12 @@ from octavo.server.schema import DEFAULT_MAX_TOKENS, CompletionRequest
 async def completions(context: Context, http: Request) -> Response:
     """Complete prompts. Raises: ApiError, OctavoError, Disconnected."""
     request = await read_json(http, CompletionRequest, context.settings)
-    job = await while_connected(http.receive, prepare(context, request, http))
-    return await respond(http, job, CompletionFormat(job, request))
+    with context.llm.places() as places:
+        job = await while_connected(http.receive, prepare(context, request, http, places))
+        return await respond(http, job, CompletionFormat(job, request))
 
 
-async def prepare(context: Context, request: CompletionRequest, http: Request) -> Job:
+async def prepare(context: Context, request: CompletionRequest, http: Request, places: Places) -> Job:
     """Check everything, tokenize, and nothing more. Raises: ApiError, RequestError, QueueFull (before tokenizing)."""
     llm, settings = context.llm, context.settings
     context.check_model(request.model)
@@ -55,8 +57,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
     if count > settings.max_choices:
         each_asks = f"{params.width_field}={params.num_sequences}"
         raise invalid(f"{len(given)} prompts with {each_asks} ask for {count} answers; at most {settings.max_choices} are given", params.width_field)
-    if not prompt_only or scores is not None:
-        llm.check_room(len(given) if prompt_only else count)
+    places.take(len(given) if prompt_only else count)
     room = max(1, llm.max_model_len - (usual or 1))
     special = request.add_special_tokens is not False
 
@@ -74,7 +75,7 @@ async def prepare(context: Context, request: CompletionRequest, http: Request) -
         params = msgspec.structs.replace(
             params, n=1, logprobs=None, use_beam_search=False, best_of=None, length_penalty=1.0, early_stopping=False
         )
-    return Job(context, request, answer_id, prompts, params, n, prompt_only, tenant, http.scope["state"]["arrival"])
+    return Job(context, request, answer_id, prompts, params, n, places, prompt_only, tenant, http.scope["state"]["arrival"])
 
 
 class CompletionFormat:

@@ -18,7 +18,6 @@ SAMPLING = (  # fields that are SamplingParams' own; None leaves the model's def
     "bad_words", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids",
     "use_beam_search", "best_of", "length_penalty", "early_stopping",
 )
-INT_LIMIT = 2**31  # whole numbers beyond it mean nothing anywhere and may not fit where they go
 _MOST_SMALL = 1000  # bytes: a harmless value of an unserved field is shorter
 _MOST_PARTS = 16_384  # of all messages of a request; each is looked at in Python
 MOST_FREE_BYTES = 2**20  # of tools, of documents, of chat_template_kwargs, of all messages' tool_calls
@@ -105,10 +104,6 @@ def sampling(
     """The parameters that a request asks for, on top of the model's own. Raises: ApiError, naming the field."""
     given = {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}
     given["stop"] = stop_strings(request.stop, settings)
-    for name in ("top_k", "min_tokens", "priority"):
-        _bound(name, getattr(request, name))
-    for name, value in ((max_tokens_field, max_tokens), ("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
-        _bound(name, value)
     n = given.get("n", 1)
     if n > settings.max_n:
         raise invalid(f"n is {n}; at most {settings.max_n} answers to one prompt are given", "n")
@@ -253,11 +248,6 @@ def _check_sizes(given: Mapping[str, Any], settings: ServerSettings, vocab: int)
     for place, word in enumerate(given.get("bad_words", ())):
         if len(word) > settings.max_bad_word_chars:
             raise invalid(f"bad_words[{place}] has {len(word)} characters; at most {settings.max_bad_word_chars} are accepted", "bad_words")
-
-
-def _bound(name: str, value: int | None) -> None:
-    if value is not None and not -INT_LIMIT <= value < INT_LIMIT:
-        raise invalid(f"{name} must be at least -{INT_LIMIT} and below {INT_LIMIT}, not {shown(str(value))}", name)
 
 
 def _json(value: Any) -> str:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from octavo.core.output import CompletionOutput, RequestOutput
 from octavo.core.sampling import SamplingParams
 from octavo.engine.inputs import Prompt
+from octavo.engine.places import Places
 from octavo.server.answers import PromptLogprobs, PromptTokensDetails, Usage
 from octavo.server.collect import Choice, Speller
 from octavo.server.context import Context
@@ -35,6 +36,7 @@ class Job:
     prompts: Sequence[Prompt]
     params: SamplingParams
     n: int  # answers per prompt; params.n is 1 where only the prompt is wanted
+    places: Places  # in the queue, for all of them
     prompt_only: bool = False  # echo with max_tokens 0: nothing is generated
     tenant: str = ""
     arrival: float | None = None  # when the HTTP request came in: its times count from there
@@ -69,7 +71,7 @@ class Job:
                 else:
                     name, salted = self.context.engine_id(self.id), replace(prompt, cache_salt=salt)
                     generators.append(llm.generate(
-                        salted, self.params, request_id=name, priority=urgency, tenant=self.tenant, arrival=self.arrival))
+                        salted, self.params, request_id=name, priority=urgency, tenant=self.tenant, arrival=self.arrival, places=self.places))
         except BaseException:
             for generator in generators:
                 await generator.aclose()

@@ -25,6 +25,8 @@ KEEP_ALIVE = 65  # seconds; longer than clients keep idle connections (5 to 60),
 MOST_HEAD = 64 * 1024  # bytes of a request line with its headers, or of what lies between a body's parts
 HEAD_SECONDS = 60.0  # from a connection's or request's first moment to the end of its head
 BODY_SECONDS = 300.0  # from the head's end to the body's
+LINGER_SECONDS = 30.0  # that a client which was answered in the middle of its request may take to send the rest of it, which is dropped
+MOST_DROPPED = 64 * 2**20  # bytes of such a rest
 STALL_SECONDS = 1.0  # at the end: what a client may take to finish its request, or to read some more of its answer
 POLL_SECONDS = 0.05  # between two looks at what still has to end
 TASK_SECONDS = 1.0  # for handlers whose connections are closed
@@ -47,7 +49,7 @@ class Protocol(HttpToolsProtocol):
         self._head = 0  # bytes of its request line and headers, trailers included
         self._held = 0  # bytes since the parser last handed anything on
         self._timer: asyncio.TimerHandle | None = None
-        self._refused = False
+        self._ended: float | None = None  # since when nothing more is answered here, and all that comes is dropped
         sock = transport.get_extra_info("socket")
         self._tcp = sock if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_INFO") else None
         self._unsent, self._moved = 0, 0.0  # what the client had not read when last looked at, and when that changed
@@ -60,7 +62,10 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse, within the bounds. What is wrong is told to the client alone: anybody could fill the log."""
-        if self._refused:
+        if self._ended is not None:
+            self._held += len(data)
+            if self._held > MOST_DROPPED:
+                self.transport.abort()
             return
         self._unset_keepalive_if_required()
         self._held += len(data)
@@ -97,6 +102,7 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is whole."""
         super().on_headers_complete()
+        self.cycle.transport = _Answering(self)  # type: ignore[assignment]
         self._held, self._stage = 0, BODY
         self._arm(BODY_SECONDS)
 
@@ -117,7 +123,7 @@ class Protocol(HttpToolsProtocol):
 
     def refuse(self, status: int) -> None:
         """Answer what has not been answered yet, and close."""
-        self._refused = True
+        self._ended = time.monotonic()
         self._disarm()
         cycle = self.cycle
         if self.transport.is_closing():
@@ -133,9 +139,21 @@ class Protocol(HttpToolsProtocol):
         if cycle is not None and self._stage == BODY:
             cycle.disconnected = True  # the app shall not answer as well
             cycle.message_event.set()
-        # Closed at once, with bytes unread, the system would reset the connection, and the client might never see the answer.
+        self._end_answers(STALL_SECONDS)
+
+    def finish(self) -> None:
+        """The last answer is out: close, where its request is whole; else when its client has seen it."""
+        if self._stage == BODY and not self.transport.is_closing():
+            self._end_answers(LINGER_SECONDS)
+        else:
+            self.transport.close()
+
+    def _end_answers(self, seconds: float) -> None:
+        """Closed at once, with bytes unread, the system would reset the connection, and the client might never see the answer."""
+        self._disarm()
+        self._ended, self._held = time.monotonic(), 0
         self.transport.write_eof()
-        self._timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
 
     def end(self, began: float, now: float, *, waiting: bool) -> None:
         """The server ends since ``began``: close what nobody need wait for. ``waiting``: answers may still be made.
@@ -146,8 +164,10 @@ class Protocol(HttpToolsProtocol):
         unsent = self.transport.get_write_buffer_size()
         if unsent != self._unsent or self._moved < began:
             self._unsent, self._moved = unsent, now
-        if self._refused:
-            return  # its own clock runs
+        if self._ended is not None:
+            if now - max(self._ended, began) > STALL_SECONDS:
+                self.transport.abort()
+            return
         if self._stage != IDLE and now - began > STALL_SECONDS and not self._waits():
             self.refuse(503)
         elif unsent and now - self._moved > STALL_SECONDS and not waiting:
@@ -192,6 +212,18 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self.refuse(408)
+
+
+class _Answering:
+    """A connection as uvicorn answers a request on it. It closes behind the last answer, whether its client still sends or not."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self._protocol = protocol
+        self.write, self.is_closing = protocol.transport.write, protocol.transport.is_closing
+
+    def close(self) -> None:
+        """Behind the last answer, or one that broke off."""
+        self._protocol.finish()
 
 
 class Server(uvicorn.Server):

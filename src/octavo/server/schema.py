@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from octavo.core.sampling import MOST_LENGTH_PENALTY
+from octavo.core.sampling import MOST_COUNT, MOST_LENGTH_PENALTY
+from octavo.engine.inputs import PRIORITIES
 
 Json = dict[str, Any]
 DEFAULT_MAX_TOKENS = 16  # of a completion, as the API has it; less where the context leaves less
@@ -71,7 +72,7 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int | None, bounded(1)] = None
     temperature: Annotated[float | None, bounded(0)] = None
     top_p: Annotated[float | None, bounded(None, 1, exclusiveMinimum=0)] = None
-    top_k: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
+    top_k: Annotated[int | None, bounded(-1, MOST_COUNT)] = None
     min_p: Annotated[float | None, bounded(0, 1)] = None
     presence_penalty: Annotated[float | None, bounded(-2, 2)] = None
     frequency_penalty: Annotated[float | None, bounded(-2, 2)] = None
@@ -87,20 +88,20 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     length_penalty: Annotated[float | None, bounded(-MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY)] = None
     early_stopping: Annotated[bool | str | None, bounded(enum=[True, False, "never", None])] = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int | None, bounded(0, 2**31 - 1)] = None
-    prompt_logprobs: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
+    min_tokens: Annotated[int | None, bounded(0, MOST_COUNT)] = None
+    prompt_logprobs: Annotated[int | None, bounded(-1, MOST_COUNT)] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     # the prompt and the shape of the answer
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
+    truncate_prompt_tokens: Annotated[int | None, bounded(-1, MOST_COUNT)] = None
     truncation_side: Annotated[str | None, bounded(enum=["left", "right", None])] = None
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, STREAMED] = None
-    priority: Annotated[int | None, bounded(-(2**31), 2**31 - 1)] = None
+    priority: Annotated[int | None, bounded(-PRIORITIES, PRIORITIES - 1)] = None
     cache_salt: Annotated[str | None, SALTED, bounded(minLength=1)] = None
     request_id: Annotated[str | None, bounded(pattern="^[!-~]{1,128}$")] = None
     user: Annotated[str | None, bounded(maxLength=256), TENANT] = None
@@ -127,8 +128,8 @@ class CompletionRequest(Generation):
     """POST /v1/completions."""
 
     prompt: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
-    max_tokens: Annotated[int | UnsetType | None, bounded(0, 2**31 - 1, default=DEFAULT_MAX_TOKENS)] = UNSET
-    logprobs: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
+    max_tokens: Annotated[int | UnsetType | None, bounded(0, MOST_COUNT, default=DEFAULT_MAX_TOKENS)] = UNSET
+    logprobs: Annotated[int | None, bounded(-1, MOST_COUNT)] = None
     suffix: unserved("") = None  # type: ignore[valid-type]
     prompt_embeds: Unserved = None  # type: ignore[assignment]
 
@@ -170,10 +171,10 @@ class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], bounded(minItems=1)]
-    max_tokens: Annotated[int | None, bounded(1, 2**31 - 1)] = None
-    max_completion_tokens: Annotated[int | None, bounded(1, 2**31 - 1)] = None
+    max_tokens: Annotated[int | None, bounded(1, MOST_COUNT)] = None
+    max_completion_tokens: Annotated[int | None, bounded(1, MOST_COUNT)] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, bounded(-1, 2**31 - 1)] = None
+    top_logprobs: Annotated[int | None, bounded(-1, MOST_COUNT)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[Raw, Meta(extra_json_schema=OBJECT_SCHEMA)] = None  # type: ignore[assignment]

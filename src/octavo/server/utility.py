@@ -6,6 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.places import Places
 from octavo.errors import InvalidRequest
 from octavo.server.answers import DetokenizeResponse, Health, Load, ModelCard, ModelList, TokenizeResponse, Version
 from octavo.server.body import read_json
@@ -43,17 +44,18 @@ def _card(context: Context, name: str) -> ModelCard:
 async def tokenize(context: Context, http: Request) -> Response:
     """POST /tokenize: token ids of a prompt, or of messages as the chat template renders them. Counts as one that waits, like a completion."""
     request = await read_json(http, TokenizeRequest, context.settings)
-    return reply(await while_connected(http.receive, _tokenized(context, request)))
+    with context.llm.places() as places:
+        return reply(await while_connected(http.receive, _tokenized(context, request, places)))
 
 
-async def _tokenized(context: Context, request: TokenizeRequest) -> TokenizeResponse:
+async def _tokenized(context: Context, request: TokenizeRequest, places: Places) -> TokenizeResponse:
     llm = context.llm
     context.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     special = request.add_special_tokens
     tools, options = free_json(request.tools, list[Json], "tools"), template_options(request)  # checked with a prompt too
-    llm.check_room()
+    places.take()
     if request.messages is not None:
         messages = check_messages(request.messages, llm.max_model_len, developer=llm.template is not None and llm.template.mentions("developer"))
         text = await llm.render(messages, tools=tools, **options)
@@ -79,9 +81,10 @@ async def detokenize(context: Context, http: Request) -> Response:
     if tokens and not 0 <= min(tokens) <= max(tokens) < llm.vocab_size:
         place = next(place for place, token in enumerate(tokens) if not 0 <= token < llm.vocab_size)
         raise invalid(f"tokens[{place}] is {str(tokens[place])[:40]}; the vocabulary has the ids 0 to {llm.vocab_size - 1}", "tokens")
-    llm.check_room()
-    work = llm.in_thread(partial(llm.tokenizer.decode, tokens, skip_special_tokens=False))
-    return reply(DetokenizeResponse(await while_connected(http.receive, work)))
+    with llm.places() as places:
+        places.take()
+        work = llm.in_thread(partial(llm.tokenizer.decode, tokens, skip_special_tokens=False))
+        return reply(DetokenizeResponse(await while_connected(http.receive, work)))
 
 
 async def health(context: Context, http: Request) -> Response:
