@@ -62,22 +62,32 @@ FN I nearest(F x) { return (I)f_to_bits(x + 12582912.0f) - 0x4b400000; }
 // A positive scale to bfloat16, upwards: then no code exceeds its range.
 FN float scale_up(float s) { return as_float((as_bits(s) + 0xffffu) & 0xffff0000u); }
 
-// The Walsh-Hadamard transform of each 32 of dp values, not normed, largest distance first. One large value becomes 32 of equal
-// magnitude, which share one scale well; twice is 32 times the values, and products of two spread rows are 32 times the rows'.
-FN void spread(float *x, int64_t dp) {
-    const U index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// The Walsh-Hadamard transform of 32 values, not normed, largest distance first. One large value becomes 32 of equal magnitude, which share
+// one scale well; twice is 32 times the values, and products of two spread rows are 32 times the rows'.
+FN void spread(F (&x)[2]) {
+    const F sum = x[0] + x[1], difference = x[0] - x[1];
+    x[0] = sum, x[1] = difference;
+#pragma GCC unroll 2
+    for (F &v : x) {
+        // The partner, plus or minus the own value; minus where the lane's number has the bit. (A product with ±1 is exact: fused or not, one sum.)
+        const auto stage = [&](F partner, F sign) {
+#if defined(__AVX512F__)
+            v = (F)_mm512_fmadd_ps((__m512)v, (__m512)sign, (__m512)partner);
+#else
+            v = v * sign + partner;
+#endif
+        };
+        stage(__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7), F{1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1});
+        stage(__builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11), F{1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1});
+        stage(__builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13), F{1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1});
+        stage(__builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14), F{1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1});
+    }
+}
+FN void spread(float *x, int64_t dp) {  // of each 32
     for (int64_t c = 0; c < dp; c += 2 * LANES) {
-        const F low = load<F>(x + c), high = load<F>(x + c + LANES);
-        F half[2] = {low + high, low - high};
-        for (F &v : half) {
-            const auto stage = [&](F partner, int bit) { v = bits_to_f(f_to_bits(v) ^ (index >> bit) << 31) + partner; };
-            stage(__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7), 3);
-            stage(__builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11), 2);
-            stage(__builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13), 1);
-            stage(__builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14), 0);
-        }
-        store<F>(x + c, half[0]);
-        store<F>(x + c + LANES, half[1]);
+        F pair[2] = {load<F>(x + c), load<F>(x + c + LANES)};
+        spread(pair);
+        store<F>(x + c, pair[0]), store<F>(x + c + LANES, pair[1]);
     }
 }
 

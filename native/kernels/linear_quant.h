@@ -21,14 +21,14 @@ static constexpr QuantKernels QUANT[LAYOUT_COUNT] = {
 #undef OCTAVO_LAYOUT
 #undef OCTAVO_LAYOUT_AS_IT_IS
 
-// Row of act values, or of the residual stream behind a norm, to float32 act values and on to codes. `wide`: kp floats.
+// Row of act values, or of the residual stream behind a norm, to codes. `wide`: kp floats.
 template <class E> FN void quantize_act(const Op &op, int64_t row, float *wide, char *out) {
     const int64_t kp = op.n[1];
+    const LayoutInfo &l = LAYOUTS[op.n[6]];
     if (op.flags & FLAG_NORM)
-        norm_row<E>((const float *)op.p[5] + row * kp, (const float *)op.p[6], op.f[0], op.n[5], kp, wide);
-    else
-        expand(wide, (const E *)op.p[0] + row * kp, kp);
-    quantize_row(LAYOUTS[op.n[6]], wide, kp, out);
+        return quantize_row(l, normed<E>((const float *)op.p[5] + row * kp, (const float *)op.p[6], op.f[0], op.n[5], kp), kp, wide, out);
+    const E *a = (const E *)op.p[0] + row * kp;
+    quantize_row(l, [=](int64_t i) __attribute__((always_inline)) { return load_act(a + i); }, kp, wide, out);
 }
 
 // quantize. p: a, -, -, -, -, x and w of the norm (FLAG_NORM), out. n: rows kind, kp, -, -, -, d of the norm, layout. f: eps.

@@ -116,19 +116,25 @@ FN ActRows act_rows(const LayoutInfo &l, int64_t kp, const char *row) {
     return {row, act_row_bytes(l, kp), codes, codes + steps * 4, codes + steps * 8};
 }
 
-// One row: act values in float32 to codes and what each step needs. x may be changed.
-FN void quantize_row(const LayoutInfo &l, float *x, int64_t kp, char *row) {
+// One row to codes and what each step needs. value(i): 16 act values in float32 from i on. wide: kp floats.
+template <class Value> FN void quantize_row(const LayoutInfo &l, Value value, int64_t kp, float *wide, char *row) {
     const ActRows a = act_rows(l, kp, row);
-    if (l.scale == SCALE_COLUMN) spread(x, kp);
-    __builtin_memset(row + kp / 4 * QUAD, 0, (size_t)(pad64(kp) - kp) / 4 * QUAD);
     float *scales = (float *)(row + a.scale), *sums = (float *)(row + a.sums);
     int32_t *zeros = (int32_t *)(row + a.zeros);
+    __builtin_memset(row + kp / 4 * QUAD, 0, (size_t)(pad64(kp) - kp) / 4 * QUAD);
+    const bool spreads = l.scale == SCALE_COLUMN;
     for (int64_t k = 0, s = 0; k < kp; k += l.group) {
         const int64_t end = k + l.group < kp ? k + l.group : kp;
         I most = {};
-        for (int64_t i = k; i < end; i += LANES) {
-            const I bits = (I)(load<U>(x + i) & 0x7fffffffu);
-            most = bits > most ? bits : most;
+        for (int64_t i = k; i < end; i += 2 * LANES) {
+            F pair[2] = {value(i), value(i + LANES)};
+            if (spreads) spread(pair);
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++) {
+                store<F>(wide + i + j * LANES, pair[j]);
+                const I bits = (I)(f_to_bits(pair[j]) & 0x7fffffffu);
+                most = bits > most ? bits : most;
+            }
         }
         const int32_t top = max_lanes(most);
         const bool finite = top < 0x7f800000, any = finite && top >= 0x21800000;
@@ -136,11 +142,10 @@ FN void quantize_row(const LayoutInfo &l, float *x, int64_t kp, char *row) {
         const float scale = any ? largest / 127.0f : finite ? 0.0f : __builtin_nanf(""), inverse = any ? 127.0f / largest : 0.0f;
         for (int64_t i = k; i < end; s++) {
             const int64_t stop = i + l.step < end ? i + l.step : end;
-            I sum = {};
+            U sum = {};  // of codes; where a value is not finite, of any numbers: the scale is NaN
             for (; i < stop; i += LANES) {
-                I q = nearest(load<F>(x + i) * inverse);
-                q = any ? q : I{};
-                sum += q;
+                const I q = nearest(load<F>(wide + i) * inverse);
+                sum += (U)q;
                 typedef int16_t S __attribute__((vector_size(32)));
                 const S pairs = __builtin_convertvector(q, S);
                 if constexpr (QUAD == 4)
@@ -148,8 +153,8 @@ FN void quantize_row(const LayoutInfo &l, float *x, int64_t kp, char *row) {
                 else
                     store(row + i * 2, __builtin_shufflevector(pairs, pairs, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
             }
-            const int32_t total = sum_lanes(sum);
-            scales[s] = scale, zeros[s] = -l.zero * total, sums[s] = (float)total * scale;
+            const int32_t total = sum_lanes((I)sum);
+            scales[s] = scale, zeros[s] = (int32_t)(-(uint32_t)l.zero * (uint32_t)total), sums[s] = (float)total * scale;
         }
     }
 }

@@ -57,37 +57,41 @@ template <class E, class S> static void rope_store(const Op &op, const Run &run,
     const int64_t per = heads / groups, rows = part.rows, ahead = 2 * ld;  // two tokens on
     alignas(64) float y[MAX_HEAD_DIM] = {}, value[MAX_HEAD_DIM] = {};  // what is written by whole registers is read again at once
     Stage<S> stage(dp);
-    int64_t from, to;
-    share(rows * groups, part.thread, run.threads, &from, &to);
-    // Where token i of the share goes: all lines of K, and of V those of the token. In a step that decodes each is in another block.
-    const auto unit_of = [&](int64_t i) { return run.kv + (size_t)(slots[i % rows] / TOKENS) * run.block_bytes + op.n[7] + i / rows * kv_unit<S>(dp); };
-    const auto fetch = [&](int64_t i) {
-        const char *unit = unit_of(i), *v = unit + kv_half<S>(dp) + slots[i % rows] % TOKENS * kv_half<S>(1) / TOKENS * LANES / 64 * 64;
+    // Where token t goes: all lines of K, and of V those of the token. In a step that decodes each is in another block.
+    const auto unit_of = [&](int64_t t, int64_t g) { return run.kv + (size_t)(slots[t] / TOKENS) * run.block_bytes + op.n[7] + g * kv_unit<S>(dp); };
+    const auto fetch = [&](int64_t t, int64_t g) {
+        const char *unit = unit_of(t, g), *v = unit + kv_half<S>(dp) + slots[t] % TOKENS * kv_half<S>(1) / TOKENS * LANES / 64 * 64;
         for (int64_t b = 0; b < kv_half<S>(dp); b += 64) __builtin_prefetch(unit + b, 1);
         for (int64_t c = 0; c < dp; c += LANES) __builtin_prefetch(v + kv_half<S>(c), 1);
     };
-    for (int64_t i = from, n; i < to; i += n) {
-        const int64_t soon = i + (i % rows + 1 < rows && slots[i % rows + 1] == slots[i % rows] + 1 ? TOKENS : SOON);
-        if (soon < to) fetch(soon);
-        const int64_t first = i % rows, g = i / rows, token = slots[first] % TOKENS;
-        const int64_t most = TOKENS - token < rows - first ? TOKENS - token : rows - first;
-        for (n = 0; n < most && i + n < to && slots[first + n] == slots[first] + n;) {  // the next tokens of the block
-            const int64_t t = first + n;
-            const float *row = qkv + t * ld, *angle = table + t * d;
-            for (int64_t h = g * per; h < (g + 1) * per; h++) {
-                rotate(row + h * d, angle, half, ahead, y);
-                store_row(q + t * ldq + h * d, y, d);
+    // Many rows are shared out as linear ops do, which left them in this thread's caches; few by KV heads, too, so that there are enough.
+    const bool by_rows = rows >= TOKENS * run.threads;
+    int64_t from, to;
+    share(by_rows ? rows : rows * groups, part.thread, run.threads, &from, &to);
+    for (int64_t g = by_rows ? 0 : from / rows; g < groups && (by_rows || g * rows < to); g++) {
+        const int64_t begin = by_rows ? from : from > g * rows ? from - g * rows : 0, end = by_rows ? to : to - g * rows < rows ? to - g * rows : rows;
+        for (int64_t first = begin, n; first < end; first += n) {
+            const int64_t soon = first + (first + 1 < rows && slots[first + 1] == slots[first] + 1 ? TOKENS : SOON);
+            if (soon < end) fetch(soon, g);
+            const int64_t token = slots[first] % TOKENS, most = TOKENS - token < end - first ? TOKENS - token : end - first;
+            for (n = 0; n < most && slots[first + n] == slots[first] + n;) {  // the next tokens of the block
+                const int64_t t = first + n;
+                const float *row = qkv + t * ld, *angle = table + t * d;
+                for (int64_t h = g * per; h < (g + 1) * per; h++) {
+                    rotate(row + h * d, angle, half, ahead, y);
+                    store_row(q + t * ldq + h * d, y, d);
+                }
+                if (g == groups - 1)
+                    for (int64_t c = heads * d; c < ldq; c++) q[t * ldq + c] = 0;
+                rotate(row + (heads + g) * d, angle, half, ahead, y);
+                prepare_key<S>(y, d, dp, bias ? bias + (heads + g) * d : nullptr, inv_freq);
+                const float *v = row + (heads + groups + g) * d;
+                for (int64_t c = 0; c < d; c += LANES) __builtin_prefetch(v + ahead + c);
+                __builtin_memcpy(value, v, (size_t)d * 4);
+                stage.take(n++, y, value);
+                if (run.zero_tail[t]) break;
             }
-            if (g == groups - 1)
-                for (int64_t c = heads * d; c < ldq; c++) q[t * ldq + c] = 0;
-            rotate(row + (heads + g) * d, angle, half, ahead, y);
-            prepare_key<S>(y, d, dp, bias ? bias + (heads + g) * d : nullptr, inv_freq);
-            const float *v = row + (heads + groups + g) * d;
-            for (int64_t c = 0; c < d; c += LANES) __builtin_prefetch(v + ahead + c);
-            __builtin_memcpy(value, v, (size_t)d * 4);
-            stage.take(n++, y, value);
-            if (run.zero_tail[t]) break;
+            stage.write(unit_of(first, g), token, n, run.zero_tail[first + n - 1]);
         }
-        stage.write(unit_of(i), token, n, run.zero_tail[first + n - 1]);
     }
 }

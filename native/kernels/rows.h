@@ -18,8 +18,8 @@ template <class E> static void embed(const Op &op, const Run &, const Part &part
     }
 }
 
-// One row: x / sqrt(mean(x²) + eps) · w, rounded to E's precision. The squares are summed in 16 lanes.
-template <class E, class Out> FN void norm_row(const float *x, const float *w, float eps, int64_t d, int64_t dp, Out *out) {
+// One row's RMSNorm: value(i) is 16 values of x / sqrt(mean(x²) + eps) · w from i on, rounded to E's precision. The squares are summed in 16 lanes.
+template <class E> FN auto normed(const float *x, const float *w, float eps, int64_t d, int64_t dp) {
     F squares = {};
     for (int64_t i = 0; i < dp; i += LANES) {
         F v = load<F>(x + i);
@@ -27,7 +27,11 @@ template <class E, class Out> FN void norm_row(const float *x, const float *w, f
     }
     const float mean = sum_lanes(squares) / (float)d;
     const float inv = 1.0f / __builtin_sqrtf(mean + eps);
-    for (int64_t i = 0; i < dp; i += LANES) store_act(out + i, round_act<E>((load<F>(x + i) * inv) * load<F>(w + i)));
+    return [=](int64_t i) __attribute__((always_inline)) { return round_act<E>((load<F>(x + i) * inv) * load<F>(w + i)); };
+}
+template <class E, class Out> FN void norm_row(const float *x, const float *w, float eps, int64_t d, int64_t dp, Out *out) {
+    const auto value = normed<E>(x, w, eps, d, dp);
+    for (int64_t i = 0; i < dp; i += LANES) store_act(out + i, value(i));
 }
 
 // norm. p: x, w, out. n: rows kind, d, dp (also the ld of all). f: eps.

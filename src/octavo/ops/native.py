@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -21,7 +22,9 @@ ISA_VARIABLE = "OCTAVO_ISA"
 EMULATED = "amx_emulated"  # matrix units in software, for tests: never chosen by itself
 HANDLES = {kind.__name__: kind for kind in (Matrix, Panels, Vector)}  # of weights
 SLAB_BYTES = 64 << 20  # weights are laid into slabs of huge pages
-PACKING = 2  # raise it whenever the bytes of packed weights, or what their handles say, change for the same weights
+COMMITTED = 192 << 20  # bytes of the KV blocks that get their pages at once, in the background
+STRIDE = 2 << 20  # so many at a time: a huge page
+PACKING = 3  # raise it whenever the bytes of packed weights, or what their handles say, change for the same weights
 QUANTIZATIONS = {"int8": "int8", "int4": "Q4_1", "int4_g128": "int4_g128", "gguf": "act"}  # → the layout of matrices that come as numbers
 KINDS = {np.uint16: 0, np.float32: 1, np.uint8: 2}  # of a part's rows: bfloat16 bits, float32, a file's blocks
 
@@ -42,8 +45,19 @@ def chosen_isa(isa: str | None = None) -> str:
     return isa
 
 
+def _commit(memory: Any, nbytes: int) -> None:
+    """Pages for the first bytes of a memory."""
+    for start in range(0, nbytes, STRIDE):
+        if not memory.commit(start, min(STRIDE, nbytes - start)):
+            return  # an older system, or no memory is left: pages then come when they are touched, as the rest does
+
+
 class NativeKvStore:
-    """Memory of the KV blocks: [block][layer][kv head][K, V, scales], committed when first touched, by huge pages (native/kernels/kv.h)."""
+    """Memory of the KV blocks: [block][layer][kv head][K, V, scales], in huge pages (native/kernels/kv.h).
+
+    The system gives out pages when they are first touched, cleared, which takes longer than filling them with K and V. So the provider has the
+    first ones (blocks are given to sequences in that order) made ready in the background; the others come as they are used.
+    """
 
     def __init__(self, memory: Any, kv_spec: Any, num_blocks: int) -> None:
         self.memory = memory
@@ -236,6 +250,7 @@ class NativeProvider:
                 "address space: ask for fewer blocks",
                 "num_kv_blocks",
             ) from None
+        threading.Thread(target=_commit, args=(memory, min(COMMITTED, memory.nbytes)), daemon=True, name="kv-pages").start()
         return NativeKvStore(memory, kv_spec, num_blocks)
 
     def compile(
