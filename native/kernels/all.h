@@ -13,6 +13,10 @@
 #include "rope.h"
 #include "dot16.h"
 #include "softmax.h"
+#include "query_tile.h"
+#ifdef OCTAVO_AMX
+#include "tiles_attention.h"
+#endif
 #include "attention.h"
 #include "quant.h"
 #ifdef OCTAVO_AMX

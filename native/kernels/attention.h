@@ -20,242 +20,11 @@
 // E: act; S: what the cache stores.
 // p: q, out. n: rows kind, ld (of both), H, G, D, Dp, offset of the layer in a block (bytes), window (0: none), KV type.
 // f: scale.
+//
+// query_tile.h: what becomes of a tile's rows. tiles_attention.h: products on matrix units.
 #pragma once
 
-struct QueryTile {
-    int64_t row;  // the first, of the sequence's packed rows of this step
-    int rows;
-    bool matrix;  // the products go to matrix units
-    int64_t dp;
-    float *q;       // [QROWS][Dp] float32 values of act precision
-    bf16 *q16;      // instead: as bf16, for matrix units; the same woven, where products take that (product.h)
-    int32_t *qi;    // the same as pairs of 16-bit numbers, for integer KV types
-    float *scores;  // [QROWS][PARTITION]; each row then becomes, in its place, probabilities times V's scales: float32 rounded to act,
-                    // bf16 for matrix units, woven, or pairs of 16-bit numbers
-    float *ks, *vs;  // [PARTITION] scales of the tokens, for quantized KV types
-    float *sum;     // [QROWS][Dp] so far
-    int32_t low[QROWS], high[QROWS];  // first and last token that a row sees
-    float scale[QROWS], factor[QROWS];  // of the scores; of the integer products over tokens
-    float top[QROWS], mass[QROWS];    // so far: the largest score, the sum of exp(score - top)
-    bool begun[QROWS];
-};
-
-// What one partition gave: the rows' outputs, largest scores and masses.
-struct Partial {
-    float *out, *top, *mass;
-};
-FN Partial partial_at(float *at, int64_t dp, int64_t rows = QROWS) {
-    float *top = at + (rows < QROWS ? rows : QROWS) * dp;
-    return {at, top, top + QROWS};
-}
-FN Partial so_far(QueryTile &tile) { return {tile.sum, tile.top, tile.mass}; }
-FN bool sees(const QueryTile &tile, int r, int64_t base) { return tile.low[r] < base + PARTITION && tile.high[r] >= base; }
-
-template <class E, class S> constexpr bool woven = sizeof(Operand<E, S>) == 2;
-template <class E, class S> FN const Operand<E, S> *queries(const QueryTile &tile) {
-    if constexpr (woven<E, S>) return (const Woven *)tile.q16;
-    else return tile.q;
-}
-
-// Whether products of so many rows go to matrix units; few rows do not pay for it.
-template <class E, class S> FN bool matrix_units(int64_t rows) {
-#ifdef OCTAVO_AMX
-    return sizeof(E) == 2 && sizeof(S) == 2 && rows >= 5;
-#else
-    (void)rows;
-    return false;
-#endif
-}
-
-// Whole numbers of 16 bits by the largest magnitude: returns what 1 stands for, and sets what to multiply with.
-FN float to_whole(float most, float *inv) {
-    if (most < LEAST_SCALE) return *inv = 0.0f;
-    *inv = 32767.0f / most;
-    return most / 32767.0f;
-}
-
-// x of a block's 16 tokens from `first` on, where row r sees them.
-FN F seen(const QueryTile &tile, int r, int32_t first, F x, float otherwise) {
-    const int32_t low = tile.low[r], high = tile.high[r];
-    if (first >= low && first + TOKENS - 1 <= high) return x;
-    const I token = I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
-    x = token >= isplat(low) ? x : splat(otherwise);
-    return token <= isplat(high) ? x : splat(otherwise);
-}
-
-// Scores of row r times what they are scaled with, -inf where it does not see. Returns the largest of each lane.
-template <class S> FN F scale_scores(QueryTile &tile, int r, int32_t base, int from, int to) {
-    float *s = tile.scores + r * PARTITION;
-    F best = splat(-INF);
-    for (int j = from; j < to; j++) {
-        F x = load<F>(s + j * TOKENS);
-        if constexpr (Stored<S>::scaled) x = x * load<F>(tile.ks + j * TOKENS);
-        x = seen(tile, r, base + j * TOKENS, x * tile.scale[r], -INF);
-        store<F>(s + j * TOKENS, x);
-        best = max_keep(best, x);
-    }
-    return best;
-}
-
-// Scores of row r become what V is multiplied with. Returns the sums of the probabilities of each lane.
-template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base, int from, int to, float top) {
-    float *s = tile.scores + r * PARTITION;
-    F sum = {};
-    const auto weight = [&](int j) {
-        F p = load<F>(s + j * TOKENS) - top;
-        p = sizeof(E) == 2 && !Stored<S>::integer ? exp_rounded(p) : exp_small(p);
-        p = seen(tile, r, base + j * TOKENS, p, 0.0f);
-        sum = sum + p;
-        if constexpr (!Stored<S>::scaled) return p;
-        p = seen(tile, r, base + j * TOKENS, p * load<F>(tile.vs + j * TOKENS), 0.0f);
-        return Stored<S>::integer ? p : round_act<E>(p);
-    };
-    const auto halves = [&](auto *out) {
-        int j = from;
-        for (; j + 2 <= to; j += 2) {
-            const F p = weight(j);
-            store_halves(out + j * TOKENS, p, weight(j + 1));
-        }
-        if (j < to) store_halves(out + j * TOKENS, weight(j));
-        return sum;
-    };
-    if constexpr (woven<E, S>) return halves((Woven *)s);
-    if (sizeof(E) == 2 && sizeof(S) == 2 && tile.matrix) return halves((bf16 *)s);
-    I most = {};  // bits of the largest magnitude; a NaN's exceed all
-    for (int j = from; j < to; j++) {
-        const F p = weight(j);
-        store<F>(s + j * TOKENS, p);
-        const I mag = (I)(f_to_bits(p) & 0x7fffffffu);
-        most = mag > most ? mag : most;
-    }
-    if constexpr (Stored<S>::integer) {
-        float inv;
-        tile.factor[r] = to_whole(as_float((uint32_t)max_lanes(most)), &inv);
-        for (int j = from; j < to; j++) store_quads((int32_t *)s + j * TOKENS / 2, nearest(load<F>(s + j * TOKENS) * inv));
-    }
-    return sum;
-}
-
-// The scores of one partition become probabilities. Blocks from … to of it were scored.
-template <class E, class S> static void softmax(QueryTile &tile, int64_t base, int from, int to, float *top, float *mass) {
-    F rows[QROWS];
-    for (int r = 0; r < QROWS; r++) rows[r] = r < tile.rows && sees(tile, r, base) ? scale_scores<S>(tile, r, (int32_t)base, from, to) : splat(-INF);
-    transpose(rows);
-    for (int i = 1; i < LANES; i++) rows[0] = max_keep(rows[0], rows[i]);
-    store<F>(top, rows[0]);
-    for (int r = 0; r < QROWS; r++) {
-        rows[r] = F{};
-        if (r >= tile.rows) continue;
-        if (sees(tile, r, base)) {
-            rows[r] = take_exps<E, S>(tile, r, (int32_t)base, from, to, top[r]);
-        } else {  // the tile's other rows see this partition; this one must not meet old numbers
-            __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
-            tile.factor[r] = 0;
-        }
-    }
-    transpose(rows);
-    for (int i = 1; i < LANES; i++) rows[0] = rows[0] + rows[i];
-    store<F>(mass, rows[0]);
-}
-
-// Adds a partition to what the rows that see it have so far. Lanes are rows where they can be.
-static void combine(QueryTile &tile, int64_t base, const Partial &here) {
-    const int64_t dp = tile.dp;
-    if (here.out == tile.sum) {  // the first one, which was put into its place
-        for (int r = 0; r < tile.rows; r++) tile.begun[r] = sees(tile, r, base);
-        return;
-    }
-    const F old = load<F>(tile.top), top = load<F>(here.top), both = top > old ? top : old;
-    const F before = exp16(old - both), now = exp16(top - both);
-    const F mass = load<F>(tile.mass) * before + load<F>(here.mass) * now;
-    for (int r = 0; r < tile.rows; r++) {
-        if (!sees(tile, r, base)) continue;
-        float *sum = tile.sum + r * dp;
-        const float *part = here.out + r * dp;
-        if (!tile.begun[r]) {
-            tile.begun[r] = true, tile.top[r] = here.top[r], tile.mass[r] = here.mass[r];
-            __builtin_memcpy(sum, part, (size_t)dp * 4);
-            continue;
-        }
-        const float a = before[r], b = now[r];
-        for (int64_t c = 0; c < dp; c += LANES) store<F>(sum + c, load<F>(sum + c) * a + load<F>(part + c) * b);
-        tile.mass[r] = mass[r], tile.top[r] = both[r];
-    }
-}
-
-// Products of one or two tiles on matrix units: what is loaded from K and V meets the rows of both. `next` (or null), here and below:
-// the blocks that are read after this partition, fetched meanwhile.
-#ifdef OCTAVO_AMX
-template <int TILES> static void score_matrix(const QueryTile *tile, const char *const *k, const char *const *next, int from, int to) {
-    const int64_t dp = tile->dp;
-    for (int j = from; j < to; j += 2) {
-        const bool two = j + 1 < to;
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        if (TILES == 2) TILE_ZERO(2);
-        if (TILES == 2) TILE_ZERO(3);
-        for (int64_t c = 0; c < dp; c += KBLOCK) {
-            const bf16 *block = (const bf16 *)k[j] + c * LANES;
-            TILE_LOAD(6, block, 64);
-            if (next) fetch_tile(block, (next[j] - k[j]) / 2);
-            TILE_LOAD(4, tile[0].q16 + c, dp * 2);
-            TILE_DOT(0, 4, 6);
-            if (TILES == 2) {
-                TILE_LOAD(4, tile[1].q16 + c, dp * 2);
-                TILE_DOT(2, 4, 6);
-            }
-            if (!two) continue;
-            block = (const bf16 *)k[j + 1] + c * LANES;
-            TILE_LOAD(6, block, 64);
-            if (next) fetch_tile(block, (next[j + 1] - k[j + 1]) / 2);
-            if (TILES == 2) {
-                TILE_DOT(3, 4, 6);
-                TILE_LOAD(4, tile[0].q16 + c, dp * 2);
-            }
-            TILE_DOT(1, 4, 6);
-        }
-        TILE_STORE(0, tile[0].scores + j * TOKENS, PARTITION * 4);
-        if (TILES == 2) TILE_STORE(2, tile[1].scores + j * TOKENS, PARTITION * 4);
-        if (!two) continue;
-        TILE_STORE(1, tile[0].scores + (j + 1) * TOKENS, PARTITION * 4);
-        if (TILES == 2) TILE_STORE(3, tile[1].scores + (j + 1) * TOKENS, PARTITION * 4);
-    }
-}
-
-template <int TILES> static void mix_matrix(const QueryTile *tile, const char *const *k, const char *const *next, int from, int to, const Partial *here) {
-    const int64_t dp = tile->dp, half = kv_half<bf16>(dp), panel = kv_half<bf16>(LANES);
-    const bf16 *p[QTILES];
-    for (int i = 0; i < TILES; i++) p[i] = (const bf16 *)tile[i].scores;
-    for (int64_t c = 0; c < dp; c += 2 * LANES) {  // Dp is a multiple of 32
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        if (TILES == 2) TILE_ZERO(2);
-        if (TILES == 2) TILE_ZERO(3);
-        for (int j = from; j < to; j++) {
-            const char *v = k[j] + half + c / LANES * panel;
-            if (next) fetch_tile((const bf16 *)v, (next[j] - k[j]) / 2);  // of both panels
-            TILE_LOAD(5, p[0] + j * TOKENS, PARTITION * 4);
-            TILE_LOAD(7, v, 64);
-            TILE_DOT(0, 5, 7);
-            if (TILES == 2) {
-                TILE_LOAD(5, p[1] + j * TOKENS, PARTITION * 4);
-                TILE_DOT(2, 5, 7);
-            }
-            TILE_LOAD(7, v + panel, 64);
-            if (TILES == 2) {
-                TILE_DOT(3, 5, 7);
-                TILE_LOAD(5, p[0] + j * TOKENS, PARTITION * 4);
-            }
-            TILE_DOT(1, 5, 7);
-        }
-        TILE_STORE(0, here[0].out + c, dp * 4);
-        TILE_STORE(1, here[0].out + c + LANES, dp * 4);
-        if (TILES == 2) TILE_STORE(2, here[1].out + c, dp * 4);
-        if (TILES == 2) TILE_STORE(3, here[1].out + c + LANES, dp * 4);
-    }
-}
-#endif
-
+// Products of one tile without matrix units. `next` (or null), here and below: the blocks that are read after this partition, fetched meanwhile.
 template <class E, class S> static void score_tile(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to) {
     for (int r = 0; r < tile.rows; r += MAX_ROWS) {
         const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
@@ -337,7 +106,7 @@ template <class E, class S> static void take_queries(const Op &op, const Run &ru
     each_row(op, run, tile, work, g, [&](int r, int64_t t, int64_t h) {
         const E *q = (const E *)op.p[0] + t * ld + h * d;
         tile.scale[r] = op.f[0];
-        if (sizeof(E) == 2 && tile.matrix) {
+        if (sizeof(S) == 2 && tile.matrix) {
             __builtin_memcpy(tile.q16 + r * dp, q, (size_t)d * 2);
             __builtin_memset(tile.q16 + r * dp + d, 0, (size_t)(dp - d) * 2);
             return;
@@ -352,6 +121,15 @@ template <class E, class S> static void take_queries(const Op &op, const Run &ru
             float inv;
             spread(x, dp);
             tile.scale[r] = op.f[0] * to_whole(largest(x, dp), &inv);
+            if (__is_same(S, Int8) && tile.matrix) {
+                int8_t *upper = tile.q8 + r * pad64(dp), *lower = upper + QROWS * pad64(dp);
+                for (c = 0; c < pad64(dp); c += LANES) {
+                    const I whole = c < dp ? nearest(load<F>(x + c) * inv) : I{};
+                    store_codes(upper + c, whole >> 8);
+                    store_codes(lower + c, whole);
+                }
+                return;
+            }
             for (c = 0; c < dp; c += LANES) store_quads(tile.qi + (r * dp + c) / 2, nearest(load<F>(x + c) * inv));
         }
     });
@@ -410,6 +188,12 @@ template <class E, class S> static void partition(QueryTile *tile, int tiles, in
         tiles == 1 ? score_matrix<1>(tile, k, ahead, from, to) : score_matrix<2>(tile, k, ahead, from, to);
         for (int i = 0; i < tiles; i++) softmax<E, S>(tile[i], base, from, to, here[i].top, here[i].mass);
         tiles == 1 ? mix_matrix<1>(tile, k, ahead, from, to, here) : mix_matrix<2>(tile, k, ahead, from, to, here);
+        return;
+    }
+    if constexpr (__is_same(S, Int8)) if (tile->matrix) {
+        tiles == 1 ? score_bytes<1>(tile, k, ahead, from, to) : score_bytes<2>(tile, k, ahead, from, to);
+        for (int i = 0; i < tiles; i++) softmax<E, S>(tile[i], base, from, to, here[i].top, here[i].mass);
+        tiles == 1 ? mix_bytes<1>(tile, k, ahead, from, to, here) : mix_bytes<2>(tile, k, ahead, from, to, here);
         return;
     }
 #endif
@@ -498,10 +282,12 @@ template <class E, class S> static void attention(const Op &op, const Run &run, 
     float *at = (float *)run.scratch[part.thread], *const scratch = at, *const scales = scratch + QTILES * partial_floats(dp);
     at = scales + 2 * PARTITION;
     QueryTile tile[QTILES];
+    char *const v = (char *)at;
+    at += dp / LANES * BYTE_PANEL / 4;
     for (QueryTile &t : tile) {
-        t.dp = dp, t.ks = scales, t.vs = scales + PARTITION;
+        t.dp = dp, t.ks = scales, t.vs = scales + PARTITION, t.v = v;
         t.q = at, at += QROWS * dp;
-        t.q16 = (bf16 *)at, t.qi = (int32_t *)at, at += QROWS * dp / 2;  // of the two, one is in use
+        t.q16 = (bf16 *)at, t.qi = (int32_t *)at, t.q8 = (int8_t *)at, at += QROWS * pad64(dp) / 2;  // of these, one is in use
         t.sum = at, at += QROWS * dp;
         t.scores = at, at += QROWS * PARTITION;
     }

@@ -37,19 +37,20 @@ static void tile_dot(int c, int a, int b) {
             *out = *out + (even + odd);
         }
 }
-template <class Code> static void tile_dot_bytes(int c, int a, int b) {
+template <class Row, class Code> static void tile_dot_bytes(int c, int a, int b) {
     for (int m = 0; m < tiles.shape.rows[c]; m++)
         for (int n = 0; n < tiles.shape.bytes[c] / 4; n++)
             for (int k = 0; k < tiles.shape.bytes[a]; k++)
-                ((uint32_t *)tiles.data[c][m])[n] += (uint32_t)((int8_t)tiles.data[a][m][k] * (Code)tiles.data[b][k / 4][n * 4 + k % 4]);
+                ((uint32_t *)tiles.data[c][m])[n] += (uint32_t)((Row)tiles.data[a][m][k] * (Code)tiles.data[b][k / 4][n * 4 + k % 4]);
 }
 #define TILE_ZERO(t) __builtin_memset(tiles.data[t], 0, sizeof tiles.data[t])
 #define TILE_LOAD(t, p, bytes) tile_load(t, p, bytes)
 #define TILE_LOAD_ONCE(t, p, bytes) tile_load(t, p, bytes)
 #define TILE_STORE(t, p, bytes) tile_store(t, p, bytes)
 #define TILE_DOT(c, a, b) tile_dot(c, a, b)
-#define TILE_DOT_BYTES(c, a, b) tile_dot_bytes<int8_t>(c, a, b)   // signed · signed
-#define TILE_DOT_CODES(c, a, b) tile_dot_bytes<uint8_t>(c, a, b)  // signed · unsigned
+#define TILE_DOT_BYTES(c, a, b) tile_dot_bytes<int8_t, int8_t>(c, a, b)   // rows signed, panels signed
+#define TILE_DOT_CODES(c, a, b) tile_dot_bytes<int8_t, uint8_t>(c, a, b)  // rows signed, panels not
+#define TILE_DOT_LOWER(c, a, b) tile_dot_bytes<uint8_t, int8_t>(c, a, b)  // panels signed, rows not
 #else
 FN void tile_config(const TileConfig *c) { asm volatile("ldtilecfg %0" ::"m"(*c) : "memory"); }
 FN void tile_release() { asm volatile("tilerelease" ::: "memory"); }
@@ -60,6 +61,7 @@ FN void tile_release() { asm volatile("tilerelease" ::: "memory"); }
 #define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 #define TILE_DOT_BYTES(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 #define TILE_DOT_CODES(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
+#define TILE_DOT_LOWER(c, a, b) asm volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 #endif
 
 // For linear: 0-3 accumulators, 4-5 rows of a, 6-7 panels, all of 16 rows × 64 bytes.
