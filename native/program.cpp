@@ -63,8 +63,8 @@ Program::Program(Pool *pool, const Bounds &b, const uint64_t *step, const uint64
         if (op.code == OP_ATTENTION) kv_heads_ = op.n[3] > kv_heads_ ? op.n[3] : kv_heads_, head_pad_ = op.n[5] > head_pad_ ? op.n[5] : head_pad_, windows_ |= op.n[7] > 0;
     // Tiles that are cut have more than a PIECES-th of a thread's share each, so they are few, and so are their pieces.
     const int64_t cuts = kv_heads_ && run_.threads > 1 ? PIECES * run_.threads : 0, partitions = b.table_stride * TOKENS / PARTITION + 1;
-    pieces_done_.resize((size_t)((cuts + b.cap_s) * kv_heads_));
-    const int64_t most = cuts * partials_of(QTILES * QROWS, partitions) + b.cap_s * partials_of(b.group, partitions);
+    pieces_done_.resize((size_t)((cuts + b.seqs) * kv_heads_));
+    const int64_t most = cuts * partials_of(QTILES * QROWS, partitions) + b.seqs * partials_of(b.group, partitions);
     partials_bytes_ = (size_t)pad(most < (int64_t)PARTIALS ? most : (int64_t)PARTIALS, 4096);
     zero_tail_.resize((size_t)b.cap_t);
     const int64_t tiles = b.cap_r / SAMPLE_ROWS + 1;
@@ -88,9 +88,9 @@ std::string Program::check_forward() const {
     const Step &s = run_.step;
     const Bounds &b = bounds_;
     const int64_t T = run_.T, S = run_.S, R = run_.R;
-    if (T < 0 || T > b.cap_t || S < 0 || S > b.cap_s || R < 0 || R > b.cap_r)
+    if (T < 0 || T > b.cap_t || S < 0 || S > b.seqs || R < 0 || R > b.cap_r)
         return "header [T, S, R] is [" + std::to_string(T) + ", " + std::to_string(S) + ", " + std::to_string(R) + "], capacities are [" +
-               std::to_string(b.cap_t) + ", " + std::to_string(b.cap_s) + ", " + std::to_string(b.cap_r) + "]";
+               std::to_string(b.cap_t) + ", " + std::to_string(b.seqs) + ", " + std::to_string(b.cap_r) + "]";
     std::string wrong;
     if (b.vocab && !(wrong = span("tokens", s.tokens, T, b.vocab)).empty()) return wrong;
     if (!(wrong = span("rows", s.rows, R, T)).empty()) return wrong;

@@ -9,12 +9,12 @@ namespace octavo {
 
 // Sizes a program is bound to; ops/native.py packs it as "<12q".
 struct Bounds {
-    int64_t cap_t, cap_s, cap_r;         // rows of the step's arrays
+    int64_t cap_t, cap_s, cap_r;         // tokens of a step, slots, rows that are sampled
     int64_t vocab, num_blocks, block_bytes, table_stride, top_stride;
     int64_t group;                       // query heads of a KV head (0: no attention): rows of a token in a tile
     int64_t scratch;                     // bytes of scratch that the ops need in a thread, besides the sampler's
     int64_t kv;                          // address of the blocks
-    int64_t reserved;
+    int64_t seqs;                        // sequences of a step, at most as many as slots
 };
 static_assert(sizeof(Bounds) == 96, "ops/native.py packs this layout");
 

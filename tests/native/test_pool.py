@@ -218,7 +218,7 @@ def test_wrong_programs_are_refused():
 
 def test_steps_outside_the_buffers_are_refused():
     p = provider()
-    rig = Rig(p)
+    rig = Rig(p, slots=12)  # more than a step has sequences
     table = p.table(np.ones((16, 64), f32))
     qkv = rig.ops.linear(rig.ops.norm(rig.ops.embed(table), p.vector([np.ones(64, f32)]), 1e-5), p.linear([np.ones((64, 64), f32)]))
     x = rig.ops.attention(rig.ops.rope_store(qkv, 0, rig.spec.rope), 0, None)
@@ -228,7 +228,7 @@ def test_steps_outside_the_buffers_are_refused():
     rig.run(4)
     for name, index, value in (
         ("header", 0, 65), ("header", 1, 9), ("header", 2, 65), ("header", 0, -1), ("tokens", 3, 16), ("tokens", 0, -1), ("kv_slots", 1, 64 * 16),
-        ("positions", 2, 32 * 16), ("positions", 2, 5), ("seq_slot", 0, 8), ("q_start", 1, 3), ("q_start", 0, 1), ("rows", 0, 4),
+        ("positions", 2, 32 * 16), ("positions", 2, 5), ("seq_slot", 0, 12), ("q_start", 1, 3), ("q_start", 0, 1), ("rows", 0, 4),
     ):  # fmt: skip
         rig.step["header"][:3], rig.step["q_start"][:2] = (4, 1, 1), (0, 4)
         kept = rig.step[name][index]

@@ -286,7 +286,7 @@ class Recorder:
         bounds = struct.pack(
             "<12q",
             self.capacity["T"], slots["block_table"].shape[0], self.capacity["R"], self._vocab, self.kv.num_blocks, self.kv.block_bytes,
-            slots["block_table"].shape[1], step["top_ids"].shape[1], self._group, 0, self.kv.memory.address, 0,
+            slots["block_table"].shape[1], step["top_ids"].shape[1], self._group, 0, self.kv.memory.address, self.max_seqs,
         )  # fmt: skip
         if self.max_seqs > slots["block_table"].shape[0]:
             raise ConfigError(f"steps of up to {self.max_seqs} sequences, but slots for {slots['block_table'].shape[0]}")
