@@ -37,8 +37,8 @@ def tiny_spec(heads: int = 2, groups: int = 1, dim: int = 16, layers: int = 1) -
 class Rig:
     """A recorder with its own arrays. Record ops on ``ops``, then ``run``."""
 
-    def __init__(self, p: NativeProvider, *, tokens: int = 64, seqs: int = 8, slots: int | None = None, blocks: int = 64, table: int = 32, alternatives: int = 8,
-                 spec: Any = None, kv: str | None = None) -> None:
+    def __init__(self, p: NativeProvider, *, tokens: int = 64, seqs: int = 8, slots: int | None = None, blocks: int = 64, table: int = 32,
+                 alternatives: int = 8, spec: Any = None, kv: str | None = None) -> None:
         self.spec = spec or tiny_spec()
         dims = {"T": tokens, "S": seqs, "R": tokens, "S+1": seqs + 1, "K": alternatives, "B": table}
         self.step, self.slots = (
