@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -22,6 +23,7 @@ ISA_VARIABLE = "OCTAVO_ISA"
 EMULATED = "amx_emulated"  # matrix units in software, for tests: never chosen by itself
 HANDLES = {kind.__name__: kind for kind in (Matrix, Panels, Vector)}  # of weights
 SLAB_BYTES = 64 << 20  # weights are laid into slabs of huge pages
+COMMIT_AFTER = 1.0  # seconds
 COMMITTED = 192 << 20  # bytes of the KV blocks that get their pages at once, in the background
 STRIDE = 2 << 20  # so many at a time: a huge page
 PACKING = 3  # raise it whenever the bytes of packed weights, or what their handles say, change for the same weights
@@ -46,7 +48,9 @@ def chosen_isa(isa: str | None = None) -> str:
 
 
 def _commit(memory: Any, nbytes: int) -> None:
-    """Pages for the first bytes of a memory."""
+    """Pages for the first bytes of a memory, when a first answer is likely to be out, and only with time that nobody else wants."""
+    time.sleep(COMMIT_AFTER)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Linux: of this thread alone
     for start in range(0, nbytes, STRIDE):
         if not memory.commit(start, min(STRIDE, nbytes - start)):
             return  # an older system, or no memory is left: pages then come when they are touched, as the rest does
