@@ -4,8 +4,8 @@ import functools
 import hashlib
 import os
 import threading
-import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -47,15 +47,6 @@ def chosen_isa(isa: str | None = None) -> str:
     return isa
 
 
-def _commit(memory: Any, nbytes: int) -> None:
-    """Pages for the first bytes of a memory, when a first answer is likely to be out, and only with time that nobody else wants."""
-    time.sleep(COMMIT_AFTER)
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Linux: of this thread alone
-    for start in range(0, nbytes, STRIDE):
-        if not memory.commit(start, min(STRIDE, nbytes - start)):
-            return  # an older system, or no memory is left: pages then come when they are touched, as the rest does
-
-
 class NativeKvStore:
     """Memory of the KV blocks: [block][layer][kv head][K, V, scales], in huge pages (native/kernels/kv.h).
 
@@ -86,6 +77,20 @@ class NativeKvStore:
     def write_block(self, block: int, data: memoryview) -> None:
         """Fill a block."""
         self.blocks[block] = data
+
+
+def _commit(store: "weakref.ref[NativeKvStore]", gone: threading.Event) -> None:
+    """Pages for a store's first bytes, when a first answer is likely to be out, and only with time that nobody else wants."""
+    if gone.wait(COMMIT_AFTER):
+        return
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Linux: of this thread alone
+    start = 0
+    while (kept := store()) is not None:  # held for one stride at a time
+        size = min(STRIDE, min(COMMITTED, kept.memory.nbytes) - start)
+        if size <= 0 or not kept.memory.commit(start, size):
+            return  # done, or an older system, or no memory is left: pages then come when they are touched, as the rest does
+        start += size
+        del kept
 
 
 class NativeProvider:
@@ -254,8 +259,10 @@ class NativeProvider:
                 "address space: ask for fewer blocks",
                 "num_kv_blocks",
             ) from None
-        threading.Thread(target=_commit, args=(memory, min(COMMITTED, memory.nbytes)), daemon=True, name="kv-pages").start()
-        return NativeKvStore(memory, kv_spec, num_blocks)
+        store, gone = NativeKvStore(memory, kv_spec, num_blocks), threading.Event()
+        weakref.finalize(store, gone.set)
+        threading.Thread(target=_commit, args=(weakref.ref(store), gone), daemon=True, name="kv-pages").start()
+        return store
 
     def compile(
         self, model: Callable[..., Any], weights: Any, spec: Any, *, step: Mapping[str, Any], slots: Any, kv: NativeKvStore
