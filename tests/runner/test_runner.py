@@ -220,3 +220,23 @@ def test_shutdown() -> None:
     assert program.closed
     with pytest.raises(RuntimeError, match="shut down"):
         runner.execute(StepPlan(number=0, items=[]))
+
+
+@pytest.mark.parametrize("tokens", [[1, -1, 2], [-1, -1], [-1]])
+def test_only_the_last_token_may_be_left_to_the_slot(tokens: list[int]) -> None:
+    runner, _ = make()
+    with pytest.raises(ValueError, match="not the slot's last one"):
+        runner.execute(StepPlan(number=0, items=[item(0, 0, tokens, True, init=start(list(range(4))), blocks=(3,))]))
+    items = [item(1, 0, [5, 6, 7], False, init=start([5, 6, 7, 8]), blocks=(4,)), item(2, 0, [9], True, init=start([9]), blocks=(5,))]
+    assert [r.tokens for r in runner.execute(StepPlan(number=1, items=items)).slots] == [[], [next_token([9])]]
+
+
+def test_more_than_the_arrays_hold_is_refused() -> None:
+    runner, _ = make(max_num_seqs=2, max_num_batched_tokens=20, max_model_len=32)
+    long = list(range(21))
+    with pytest.raises(ValueError, match="21 tokens or more exceeds 20"):
+        runner.execute(StepPlan(number=0, items=[item(0, 0, long, True, init=start(long), blocks=(3, 4))]))
+    with pytest.raises(ValueError, match="room for 2 blocks, and the plan gives it 3"):
+        runner.execute(StepPlan(number=1, items=[item(1, 0, [1], True, init=start([1]), blocks=(5, 6, 7))]))
+    with pytest.raises(ValueError, match="3 sequences exceeds 2"):
+        runner.execute(StepPlan(number=2, items=[item(0, 0, [1], True, init=start([1]), blocks=(3,))] * 3))

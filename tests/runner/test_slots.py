@@ -99,7 +99,7 @@ def test_addresses_hold_what_the_lists_hold() -> None:
     assert memory(int(a["bias"][1]), VOCAB, ctypes.c_float) == [{3: 1.5, 69: -100.0}.get(i, 0.0) for i in range(VOCAB)]
     assert memory(int(a["mask"][1]), 3, ctypes.c_uint32) == slots.mask[1].tolist()
     for token in range(100):
-        slots.advance(np.array([1]), np.array([token % 64]))
+        slots.advance(1, token % 64)
         n = int(a["num_seen"][1])
         ids, counts, shown = slots.seen[1]
         assert shown == n

@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from octavo.core.output import LogprobRow
 from octavo.core.step import COPY, IN, OUT, Move, PlanItem, SlotResult, StepPlan, StepResult
 from octavo.ops.table import KvStore, Program
@@ -113,19 +111,18 @@ class Runner:
 
     def _collect(self, items: list[PlanItem], rows: Rows) -> list[SlotResult]:
         """Read the outputs and note the new tokens in the slots."""
-        a = self.batch.arrays
-        sampled = a["out_token"][rows.sampling]
-        # A broken row's request ends with this step; a plan that was made before is still to find a token in its slot.
-        self.slots.advance(rows.sampling_slots, np.maximum(sampled, 0))
-        found = zip(sampled.tolist(), rows.sampling.tolist(), a["row_top"][rows.sampling].tolist())
+        out, top, sampling = self.batch.out_token, self.slots.top, iter(rows.sampling)
         results = []
         for i, item in enumerate(items):
             tokens: list[int] = []
             logprobs = prompt_logprobs = None
             if item.sample:
-                token, row, top = next(found)
+                row = next(sampling)
+                token = out[row]
                 tokens = [token]
-                if top >= 0 and token >= 0:
+                # A broken row's request ends with this step; a plan that was made before is still to find a token in its slot.
+                self.slots.advance(item.slot, max(token, 0))
+                if token >= 0 and top[item.slot] >= 0:
                     logprobs = self._logprobs(row, row + 1)
             if i in rows.scored:
                 prompt_logprobs = self._logprobs(*rows.scored[i])

@@ -1,5 +1,6 @@
 """Slots: what the runner remembers about each running request between steps."""
 
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,10 +73,11 @@ class Slots:
         self.seen: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * num_slots
         self.state: list[SlotState | None] = [None] * num_slots  # None: nothing rare
         self.busy: set[int] = set()  # slots whose mask or counts may change with the next token
-        self.held = np.zeros((num_slots, 4), np.int64)  # the next four side by side: a step reads all of them, and the caches are cold then
-        self.epoch, self.num_tokens, self.num_blocks, self.last = self.held.T  # num_tokens: known ones, the last of which is ``last``
-        self.epoch[:] = -1  # nobody's
-        self.top = np.full(num_slots, -1, np.int32)  # alternatives per sampled token; -1: no log-probabilities
+        self.blocks_per_slot = blocks_per_slot
+        self.table = memoryview(self.arrays["block_table"]).cast("B").cast("i")  # of all slots, one behind the other
+        self.epoch = [-1] * num_slots  # nobody's
+        self.num_tokens, self.num_blocks, self.last = [0] * num_slots, [0] * num_slots, [0] * num_slots  # known tokens, the last of which is ``last``
+        self.top = [-1] * num_slots  # alternatives per sampled token; -1: no log-probabilities
 
     def free(self, slot: int) -> None:
         """Give a slot up."""
@@ -120,24 +122,23 @@ class Slots:
 
     def extend(self, slot: int, blocks: list[int]) -> None:
         """Append blocks to a slot's table. NO_BLOCK, behind the window of every row to come, stands there as block 0: nothing of it is read."""
-        have = int(self.num_blocks[slot])
-        self.arrays["block_table"][slot, have : have + len(blocks)] = blocks if NO_BLOCK not in blocks else np.maximum(blocks, 0)
-        self.num_blocks[slot] = have + len(blocks)
+        have, end = self.num_blocks[slot], self.num_blocks[slot] + len(blocks)
+        if end > self.blocks_per_slot:
+            raise ValueError(f"slot {slot} has room for {self.blocks_per_slot} blocks, and the plan gives it {end}")
+        base = slot * self.blocks_per_slot
+        self.table[base + have : base + end] = array("i", blocks if NO_BLOCK not in blocks else [max(block, 0) for block in blocks])
+        self.num_blocks[slot] = end
 
-    def advance(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Each of these slots has one more token. ``slots`` are distinct."""
-        self.last[slots] = tokens
-        self.num_tokens[slots] += 1
-        if self.busy:
-            for slot, token in zip(slots.tolist(), tokens.tolist()):
-                state = self.state[slot] if slot in self.busy else None
-                if state is None:
-                    continue
-                if state.mask is not None:
-                    state.mask.advance(token)
-                if state.seen is not None:
-                    state.seen.add(token)
-                self._publish(slot, state)
+    def advance(self, slot: int, token: int) -> None:
+        """A slot has one more token."""
+        self.last[slot] = token
+        self.num_tokens[slot] += 1
+        if slot in self.busy and (state := self.state[slot]) is not None:
+            if state.mask is not None:
+                state.mask.advance(token)
+            if state.seen is not None:
+                state.seen.add(token)
+            self._publish(slot, state)
 
     def _alternatives(self, wanted: int | None) -> int:
         """The row_top of a request's wish: None → -1, -1 (all) → the vocabulary."""
