@@ -70,8 +70,8 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install -q --upgrade "pip>=23.2"
 
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
-	@echo "Installing Octavo into $(VENV) (compiles the native library: a minute or two the first time)"
-	$(BIN)/pip install -q .
+	@echo "Installing Octavo into $(VENV) (compiles the native library: two minutes of two cores the first time, longer on a busy machine)"
+	$(BIN)/pip install .
 	@touch $@
 
 # The torch line first and alone: a CPU build where the index or the disk has one.

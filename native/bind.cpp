@@ -86,7 +86,7 @@ PyObject *memory_commit(PyObject *o, PyObject *args) {
     Py_ssize_t offset, bytes;
     if (!PyArg_ParseTuple(args, "nn", &offset, &bytes)) return nullptr;
     if (offset < 0 || bytes < 0 || offset % 4096 || (size_t)offset > self->bytes || (size_t)bytes > self->bytes - (size_t)offset) {
-        PyErr_Format(PyExc_ValueError, "bytes %zd to %zd of a memory of %zu, from a page on", offset, offset + bytes, self->bytes);
+        PyErr_Format(PyExc_ValueError, "%zd bytes from byte %zd of a memory of %zu, from a page on", bytes, offset, self->bytes);
         return nullptr;
     }
     int failed;
@@ -241,7 +241,11 @@ PyObject *pool_exp(PyObject *o, PyObject *args) {
     int rounded;
     if (!PyArg_ParseTuple(args, "KKLp", &dst, &src, &n, &rounded)) return nullptr;
     Vector v{((PoolObject *)o)->pool->kernels(), (float *)dst, (const float *)src, n, rounded != 0};
-    ((PoolObject *)o)->pool->revive();
+    try {
+        ((PoolObject *)o)->pool->revive();
+    } catch (...) {
+        return raise_cpp();
+    }
     ((PoolObject *)o)->pool->run(
         [](void *arg, int thread) {
             const Vector &w = *(const Vector *)arg;
@@ -325,7 +329,7 @@ PyObject *pool_checksum(PyObject *o, PyObject *args) {
     }
     Checksum c{((PoolObject *)o)->pool, (const char *)address, bytes, {}};
     try {
-        c.found.resize((size_t)((bytes + Checksum::CHUNK - 1) / Checksum::CHUNK));
+        c.found.resize((size_t)(bytes / Checksum::CHUNK + (bytes % Checksum::CHUNK != 0)));
         c.pool->revive();
     } catch (...) {
         return raise_cpp();
@@ -433,9 +437,16 @@ PyObject *program_run(PyObject *o, PyObject *const *args, Py_ssize_t n) {
         self->pool->pool->revive();
         self->busy = true;
         PyThreadState *state = PyEval_SaveThread();
-        std::string wrong = self->program->run((int)segments);
+        std::string wrong;
+        std::exception_ptr thrown;  // while no memory is left for a step's plan
+        try {
+            wrong = self->program->run((int)segments);
+        } catch (...) {
+            thrown = std::current_exception();
+        }
         PyEval_RestoreThread(state);
         self->busy = false;
+        if (thrown) std::rethrow_exception(thrown);
         if (!wrong.empty()) {
             PyErr_SetString(PyExc_ValueError, wrong.c_str());
             return nullptr;

@@ -156,12 +156,15 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
     }
 }
 
-// embed from a quantized table. p and n as embed; n[3]: layout.
+// embed from a quantized table. p and n as embed; n[3]: layout; n[4]: d, behind which there are zeros (spread, they had been rounded).
 static void embed_quant(const Op &op, const Run &, const Part &part, int threads) {
     const int32_t *tokens = (const int32_t *)op.p[0];
     const int64_t dp = op.n[1], ld = op.n[2], stride = panel_bytes(LAYOUTS[op.n[3]], dp);
     int64_t from, to;
     share(part.rows, part.thread, threads, &from, &to);
-    for (int64_t t = from; t < to; t++)
-        QUANT[op.n[3]].column((const uint8_t *)op.p[1] + tokens[t] / LANES * stride, dp, tokens[t] % LANES, (float *)op.p[2] + t * ld);
+    for (int64_t t = from; t < to; t++) {
+        float *out = (float *)op.p[2] + t * ld;
+        QUANT[op.n[3]].column((const uint8_t *)op.p[1] + tokens[t] / LANES * stride, dp, tokens[t] % LANES, out);
+        for (int64_t c = op.n[4]; c < dp; c++) out[c] = 0;
+    }
 }

@@ -15,6 +15,11 @@ static void gather(const void *const rows[16], const int32_t kinds[16], int64_t 
         }
 }
 FN F abs16(F x) { return (F)((U)x & 0x7fffffffu); }
+FN void keep_largest(I &bits, F x) {  // of magnitudes, as whole numbers: infinity and NaN are the largest
+    const I mag = (I)((U)x & 0x7fffffffu);
+    bits = mag > bits ? mag : bits;
+}
+FN bool finite(I bits) { return max_lanes(bits) < 0x7f800000; }
 FN I clamp15(I q) {
     q = q < 0 ? I{} : q;
     return q > 15 ? isplat(15) : q;
@@ -48,13 +53,15 @@ static void gather_spread(const void *const rows[16], const int32_t kinds[16], i
 }
 
 // int8, of spread rows: scale = the row's largest magnitude / 127 / 32, code = x · (127 / largest) to nearest even, + 128.
-static void pack_int8(uint8_t *panel, const void *const rows[16], const int32_t kinds[16], int64_t k, int64_t kp) {
+static bool pack_int8(uint8_t *panel, const void *const rows[16], const int32_t kinds[16], int64_t k, int64_t kp) {
     const LayoutInfo &l = LAYOUTS[LAYOUT_INT8];
     F x[32], most = {};
+    I bits = {};
     for (int64_t b = 0; b < kp; b += 32) {
         gather_spread(rows, kinds, b, k, x);
-        for (int i = 0; i < 32; i++) most = max_keep(most, abs16(x[i]));
+        for (int i = 0; i < 32; i++) keep_largest(bits, x[i]), most = max_keep(most, abs16(x[i]));
     }
+    if (!finite(bits)) return false;
     const I some = most >= splat(8.6736174e-19f);  // 2^-60
     const F scale = some ? most / 127.0f : F{}, inverse = some ? 127.0f / most : F{};
     store<F>(panel, scale * 0x1p-5f);
@@ -67,6 +74,7 @@ static void pack_int8(uint8_t *panel, const void *const rows[16], const int32_t 
             for (int r = 0; r < LANES; r++) block[i / 4 * 64 + r * 4 + i % 4] = (uint8_t)q[r];
         }
     }
+    return true;
 }
 
 // float32 to float16, to nearest even, and what that is in float32 again. Beyond the range: infinity.
@@ -131,10 +139,12 @@ static void fit4(const F *x, int64_t n, bool half, F *best_scale, F *best_minimu
 static bool pack_int4(uint8_t *panel, const LayoutInfo &l, const void *const rows[16], const int32_t kinds[16], int64_t k, int64_t kp) {
     F x[128];
     bool fits = true;
+    I bits = {};
     const bool half = l.scale == SCALE_HALF_MIN;
     for (int64_t b = 0, s = 0; b < kp; b += l.step, s++) {
         const int64_t n = b + l.step < kp ? l.step : kp - b, real = b + n < k ? n : k - b;  // the fit leaves the padding out
         gather(rows, kinds, b, n, k, x);
+        for (int64_t i = 0; i < n; i++) keep_largest(bits, x[i]);
         F scale, minimum;
         fit4(x, real, half, &scale, &minimum);
         for (int r = 0; r < LANES; r++) {
@@ -155,7 +165,7 @@ static bool pack_int4(uint8_t *panel, const LayoutInfo &l, const void *const row
                 for (int r = 0; r < LANES; r++) at[r * 4] |= (uint8_t)(q[r] << (i / 4 % 2 * 4));
         }
     }
-    return fits;
+    return fits && finite(bits);
 }
 
 // One of GGUF's blocks of 32, row r of the panel, step s. Source: ggml, ggml-common.h.
@@ -221,7 +231,7 @@ static int pack_quant(void *dst, int32_t layout, const void *const rows[16], con
     uint8_t *panel = (uint8_t *)dst;
     bool blocks = false;
     for (int r = 0; r < LANES; r++) blocks |= rows[r] && kinds[r] == ELEMENT_BLOCKS;
-    if (layout == LAYOUT_INT8) return pack_int8(panel, rows, kinds, k, kp), 1;
+    if (layout == LAYOUT_INT8) return pack_int8(panel, rows, kinds, k, kp);
     __builtin_memset(panel, 0, (size_t)panel_bytes(l, kp));
     if (!blocks && (layout == LAYOUT_Q4_1 || layout == LAYOUT_INT4_G128)) return pack_int4(panel, l, rows, kinds, k, kp);
     for (int r = 0; r < LANES; r++)

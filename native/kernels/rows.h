@@ -43,7 +43,7 @@ template <class E> static void norm(const Op &op, const Run &, const Part &part,
         norm_row<E>((const float *)op.p[0] + t * dp, (const float *)op.p[1], op.f[0], d, dp, (E *)op.p[2] + t * dp);
 }
 
-// take_rows. p: x, rows, out. n: rows kind, ld.
+// take_rows. p: x, rows, out. n: rows kind, words of 4 bytes in a row.
 static void take_rows(const Op &op, const Run &run, const Part &part) {
     const int32_t *rows = (const int32_t *)op.p[1];
     const int64_t ld = op.n[1];

@@ -70,7 +70,7 @@ FN int32_t max_lanes(I v) {
     return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
 FN int32_t sum_lanes(I v) {
-    return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return a + b; });
+    return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return (I)((U)a + (U)b); });  // of rows that hold no numbers they may wrap
 }
 
 // float32 → bfloat16, to nearest even, still in float32's place. Magnitudes below 2^-60 become +0: then no product

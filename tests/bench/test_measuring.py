@@ -71,15 +71,16 @@ def test_the_work_of_a_step_counts_weights_once_and_every_product(rig: Rig) -> N
     spec, act = rig.work.spec, 2
     d, f, v = spec.hidden, spec.ffn, spec.vocab
     qkv, o = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, spec.num_heads * spec.head_dim
-    layer = d * qkv + o * d + d * 2 * f + f * d
+    behind = o * d + d * 2 * f + f * d  # attention; in the last layer for rows that go to the head only
+    layers = spec.num_layers * (d * qkv + behind)
     kv_token = 2 * spec.num_layers * spec.num_kv_heads * 32 * act  # a head of 16 takes 32 in the cache
     for items, heads in (([(0, 100, True)], 1), ([(99, 1, True), (7, 1, True)], 2), ([(16, 30, False)], 0)):
         tokens = sum(count for _, count, _ in items)
         nbytes, operations, codes = rig.work.of(plan(*items))
         context = sum(start + count for start, count, _ in items)
         pairs = sum(start + i + 1 for start, count, _ in items for i in range(count))
-        assert nbytes == act * (spec.num_layers * layer + (d * v if heads else 0) + tokens * d) + context * kv_token
-        assert operations == 2 * (tokens * spec.num_layers * layer + heads * d * v) + 4 * spec.num_layers * o * pairs and codes == 0
+        assert nbytes == act * (layers + (d * v if heads else -behind) + tokens * d) + context * kv_token
+        assert operations == 2 * (tokens * (layers - behind) + heads * (behind + d * v)) + 4 * spec.num_layers * o * pairs and codes == 0
     many = StepPlan(0, [PlanItem(0, 0, 0, [0] * 100, True, score_from=0, score_to=99)])
     assert rig.work.of(many)[0] - rig.work.of(plan((0, 100, True)))[0] == act * d * v  # two tiles of rows: the head's matrix twice
 
@@ -128,8 +129,9 @@ def test_quantized_layers_are_products_of_bytes(tiny: str) -> None:
     with Rig(tiny, {"num_threads": 1, "quantization": "int8"}, LogReport(LOGGER)) as rig:
         found = rig.work.of(plan((0, 2, True)))
         s = rig.work.spec
-        layer = s.hidden * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim + s.num_heads * s.head_dim * s.hidden + 3 * s.hidden * s.ffn
-        assert found.codes == 2 * (2 * s.num_layers * layer + s.hidden * s.vocab)
+        behind = s.num_heads * s.head_dim * s.hidden + 3 * s.hidden * s.ffn  # in the last layer for one row of the two
+        layers = s.num_layers * (s.hidden * (s.num_heads + 2 * s.num_kv_heads) * s.head_dim + behind)
+        assert found.codes == 2 * (2 * layers - behind + s.hidden * s.vocab)
         assert found.operations == 4 * s.num_layers * s.num_heads * s.head_dim * 3, "attention stays one of numbers"
         assert rig.run(make(batch(1, 8, 3), rig.llm.vocab_size, 1)).seconds > 0
 

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from tests.ops.native_support import ISAS, Rig, act, contract_exp, contract_sum16, f32, provider, same_bits, to_bf16_bits
 from tests.ops.quant_support import QUANTIZED, STORED, contract_quant, grid_of, int8_grid, quantize_rows, random_stored, stored_grid
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, UnsupportedError
+from octavo.ops import torch_quant
 
 ROWS = list(range(1, 34))
 FEW = [1, 2, 3, 4, 8, 9, 33, 66]
@@ -255,7 +257,7 @@ def test_bf16_and_f32_sources_and_what_int4_cannot_hold():
         rig.fill(xin, x)
         rig.run(3)
         assert same_bits(rig.read(out, 3), contract_quant(x, grid_of(quantization, joined)))
-    with pytest.raises(CheckpointError, match="beyond what the scales"):
+    with pytest.raises(CheckpointError, match="beyond its scales"):
         provider("bfloat16", ISAS[-1], 2, "int4").linear([np.full((16, 32), 1e6, f32)])
 
 
@@ -285,3 +287,61 @@ def test_chunks_of_rows_are_the_same_rows(quantization, isa):
                     rig.fill(res, np.repeat(np.arange(0, tokens, 2, dtype=f32), 2)[:rows, None].repeat(f, 1))
                 rig.run(rows)
                 assert same_bits(rig.read(out, rows), want[:rows]), (rows, settings)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("threads", "rows"), [(2, 257), (3, 385), (16, 2049), (20, 2600)])
+def test_lanes_of_rows_leave_no_row_out(quantization, threads, rows):
+    """One row more than whole blocks for each lane; more threads than lanes. What the buffers held before has no influence."""
+    rng = np.random.default_rng(rows)
+    k, f = 72, 24  # kp is 96: the last tile of 64 bytes ends behind it
+    w, x = rng.standard_normal((f, k)).astype(f32), act(rng.standard_normal((rows, k)), "bfloat16")
+    found = []
+    for isa, count in (("generic", 1), ("amx_emulated", threads)):
+        rig, xin, _, out = linear_rig(provider("bfloat16", isa, count, quantization), [w], k, tokens=rows)
+        arena = np.frombuffer(rig.program._arena, np.uint8)
+        arena[:] = 0x7F
+        arena[xin.address - rig.program._arena.address :][: rows * xin.row_bytes] = 0
+        rig.fill(xin, x)
+        rig.run(rows)
+        found.append(rig.read(out, rows))
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("isa", ["generic", ISAS[-1]])
+@pytest.mark.parametrize("k", [24, 44, 50])
+def test_an_embedding_s_padding_is_zero(k, isa):
+    """Spread, it was rounded with the numbers; the norm behind it would count what is left."""
+    rng = np.random.default_rng(k)
+    p = provider("bfloat16", isa, 2, "int8")
+    rig, w = Rig(p), rng.standard_normal((37, k)).astype(f32)
+    out = rig.ops.embed(p.table(w))
+    rig.finish(out)
+    rig.step["tokens"][:5] = [36, 0, 17, 5, 5]
+    rig.run(5)
+    arena = np.frombuffer(rig.program._arena, np.uint8)
+    rows = arena[out.address - rig.program._arena.address :][: 5 * out.row_bytes].view(f32).reshape(5, -1)
+    assert rows.shape[1] > k and not rows[:, k:].any() and same_bits(rows[:, :k], int8_grid(w).numbers()[[36, 0, 17, 5, 5]])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "int4_g128"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(quantization, bad):
+    w = np.ones((16, 64), f32)
+    w[3, 5] = bad
+    with pytest.raises(CheckpointError, match=r"numbers that \w+ cannot"):
+        provider("bfloat16", "generic", 1, quantization).linear([w])
+
+
+def test_more_inputs_than_an_int8_sum_takes_are_refused():
+    with pytest.raises(UnsupportedError, match="up to 131072 inputs, not 131073"):
+        provider("bfloat16", "generic", 1, "int8").linear([np.zeros((16, (1 << 17) + 1), f32)])
+
+
+@pytest.mark.parametrize("k", [8, 24, 44, 50, 96])
+def test_the_oracle_means_the_same_for_any_k(k):
+    rng = np.random.default_rng(k)
+    w, x = rng.standard_normal((64, k)).astype(f32), act(rng.standard_normal((20, k)), "bfloat16")
+    want = contract_quant(x, int8_grid(w))
+    found = torch_quant.int8(torch.tensor(w)).product(torch.tensor(x)).numpy()
+    assert np.abs(found - want).max() < 1e-6 * np.abs(want).max()

@@ -20,6 +20,8 @@ from tests.ops.native_support import (
     to_bf16_bits,
 )  # fmt: skip
 
+from octavo.errors import ConfigError
+
 SHAPES = [(8, 24), (32, 16), (40, 33), (96, 70), (576, 64), (33, 130)]  # K, N
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
 
@@ -85,12 +87,7 @@ def test_silu_times_up_whatever_the_gate(isa):
     f = 1 << 16
     gates = (np.arange(f, dtype=np.uint32) << 16 | rng.integers(0, 1 << 16, f, np.uint32)).view(f32)
     usual = (rng.standard_normal(f) * 3).astype(f32)
-    with np.errstate(all="ignore"):
-        silu = flush(gates / (f32(1) + contract_exp(-gates)))
-        # one unit and more beside the middle between two bfloat16, where a shorter way has the most to lose
-        near = ((usual.view(np.uint32) & 0xFFFF0000 | 0x8000).astype(np.int64) + rng.integers(-40, 40, f)).astype(np.uint32).view(f32)
-        edge = np.where(np.abs(silu) > 1e-10, near / silu, usual).astype(f32)
-    for up in (usual, edge, rng.integers(0, 1 << 32, f, np.uint32).view(f32)):
+    for up in (usual, rng.integers(0, 1 << 32, f, np.uint32).view(f32)):
         up = flush(up)
         x = flush(gates)
         with np.errstate(all="ignore"):
@@ -102,6 +99,25 @@ def test_silu_times_up_whatever_the_gate(isa):
         for rows in (1, 40):
             rig.run(rows)
             assert same_bits(rig.read(out, rows), np.repeat(want[None], rows, 0)), rows
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_silu_s_shorter_way_where_it_matters(isa):
+    """One lane of each 16 has a result beside the middle between two bfloat16; the others lie far from any, so that they do not send the
+    vector the long way. A wrong coefficient, or a window narrower than the error, then rounds that lane to the other side."""
+    rng = np.random.default_rng(12)
+    f, p = 1 << 16, provider("bfloat16", isa, 2)
+    zeros = np.zeros((f, 8), f32)
+    for _ in range(4):
+        gates = (rng.choice([-1, 1], f) * 2.0 ** rng.uniform(-5, np.log2(80), f)).astype(f32)
+        silu = flush(gates / (f32(1) + contract_exp(-gates)))
+        low = np.where(np.arange(f) % 16 == rng.integers(16), 0x8000 + rng.integers(-2, 3, f), 0x1000)
+        up = ((0x3F800000 + (rng.integers(0, 128, f) << 16) + low).astype(np.uint32).view(f32) / silu).astype(f32)
+        want = act(flush(silu * up), "bfloat16")
+        rig, xin, _, out = linear_rig(p, [zeros, zeros], x_cols=8, bias=[gates, up], gate=True)
+        rig.fill(xin, np.zeros((1, 8), f32))
+        rig.run(1)
+        assert same_bits(rig.read(out, 1), want[None])
 
 
 def test_linear_on_odd_numbers():
@@ -204,19 +220,29 @@ def test_softmax_s_exp_is_exp_rounded(isa):
     assert np.isnan(exps(isa, np.array([np.nan, -np.nan] * 8, f32), True)).all()
 
 
-def test_take_rows_and_rows_of_zero():
-    p = provider()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["f32", "act"])
+def test_take_rows_and_rows_of_zero(kind, dtype):
+    p = provider(dtype=dtype)
     rig = Rig(p)
-    x = rig.ops.input("f32", "T", 20)
+    x = rig.ops.input(kind, "T", 20)
     out = rig.ops.take_rows(x)
     rig.finish(out)
-    values = np.random.default_rng(5).standard_normal((9, 20)).astype(f32)
+    values = act(np.random.default_rng(5).standard_normal((9, 20)).astype(f32), "bfloat16")
     rig.fill(x, values)
     rig.step["rows"][:3] = [8, 0, 5]
     rig.run(9, 0, 3)
     assert same_bits(rig.read(out, 3), values[[8, 0, 5]])
     rig.run(0)
     rig.run(9, 0, 0)
+
+
+def test_rows_are_taken_once():
+    ops = Rig(provider()).ops
+    rows = ops.take_rows(ops.input("f32", "T", 20))
+    for x in (rows, ops.input("f32", "tile", 20)):
+        with pytest.raises(ConfigError, match="take_rows takes some of a step's rows"):
+            ops.take_rows(x)
 
 
 def test_the_callers_rounding_mode_comes_back():

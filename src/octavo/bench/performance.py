@@ -68,8 +68,8 @@ def _versus(results: Sequence[Result]) -> Iterator[str]:
     for each in results:
         names = list(each["engines"])
         base, rounds = names[0], max(len(times) for times in next(iter(each["times"].values())).values())
-        yield (f"{each['model']}, {each['threads']} threads of {each['cpu']}. In turns, medians of {rounds}; whole wall time of a workload, "
-               f"output tokens a second; × is that time over {base}'s.\n")
+        yield (f"{each['model']}, {each['threads']} threads of {each['cpu']}. In turns, medians of {rounds}; whole wall time of a workload, output "
+               f"tokens a second (prefill: prompt tokens); × is the median over the rounds of that time over {base}'s.\n")
         yield _row("", *names)
         yield _row("---", *["---"] * len(names))
         yield _row("bits of a weight", *(each["engines"][name]["bits"] for name in names))
@@ -79,7 +79,9 @@ def _versus(results: Sequence[Result]) -> Iterator[str]:
             for name in names:
                 seconds = statistics.median(times[name])
                 ratio = statistics.median(theirs / ours for ours, theirs in zip(times[base], times[name], strict=True))
-                rate = f", {make(WORKLOADS[workload], HIGHEST, 0).tokens_out / seconds:.0f} tok/s" if workload in WORKLOADS else ""
+                load = make(WORKLOADS[workload], HIGHEST, 0) if workload in WORKLOADS else None
+                tokens = 0 if load is None else load.tokens_out if load.tokens_out > 1 else load.tokens_in
+                rate = f", {tokens / seconds:.0f} tok/s" if tokens else ""
                 cells.append(f"{seconds:.2f} s{rate}" + (f" ({ratio:.2f}×)" if name != base else ""))
             yield _row(workload, *cells)
         yield _row("load", *(f"{each['load_s'][name]:.1f} s" for name in names))

@@ -86,7 +86,7 @@ def measure(server: Server, batch: list[dict[str, Any]]) -> dict[str, Any]:
     if broken:
         raise RuntimeError(f"{len(broken)} of {len(results)} streams failed; the first: {broken[0].status} {broken[0].events[-1:]}")
     times = [token_times(result) for result in results]
-    gaps = [later - earlier for stream in times for earlier, later in itertools.pairwise(stream)]
+    gaps = [later - earlier for stream in times for earlier, later in itertools.pairwise(stream)] or [0.0]  # each stream came at once
     # Per token, as the server counts: events hold more than one where tokens waited for each other, or for the rest of a character.
     per_token = sum(stream[-1] - stream[0] for stream in times) / sum(each["max_tokens"] - 1 for each in batch)
     return {

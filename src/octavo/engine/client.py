@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -15,6 +16,7 @@ from octavo.engine.process import EngineHandle
 from octavo.errors import OctavoError, WorkerDied
 
 GRACE = 0.1  # seconds after the process' end in which its last batches may still come in
+HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGBUS: " (a file that was mapped, as packed weights are, was cut short, or its disk failed?)"}
 TURN = 0.005  # seconds of the event loop's time that messages may take at once
 STOP_SECONDS = 2.0  # that an engine has to end by itself
 KEEP_SECONDS = 120.0  # more, for one that says that it is writing its cache to a disk
@@ -139,7 +141,7 @@ class ProcessClient:
         if self._killed:
             return WorkerDied("the engine was shut down")
         code = self._handle.process.wait()  # its pipe is closed: it is gone, or will be in no time
-        how = f"was killed by signal {-code}{' (out of memory?)' if code == -9 else ''}" if code < 0 else f"ended with status {code}"
+        how = f"was killed by signal {-code}{HINTS.get(-code, '')}" if code < 0 else f"ended with status {code}"
         return WorkerDied(f"the engine process (pid {self._handle.process.pid}) {how}")
 
     def _close(self) -> None:

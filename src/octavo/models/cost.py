@@ -17,18 +17,24 @@ def step_cost(
     """
     t, d, size = sum(new for new, _ in spans), spec.hidden, spec.head_dim
     q, kv = spec.num_heads * size, spec.num_kv_heads * size
-    layer = (
-        table.norm_cost(t, d, act_bytes).times(2)
+    into_cache = (
+        table.norm_cost(t, d, act_bytes)
         + table.linear_cost(t, q + 2 * kv, d, weight_bytes, act_bytes)
         + table.rope_store_cost(t, spec.num_heads, spec.num_kv_heads, size, act_bytes, kv_bytes)
-        + table.linear_cost(t, d, q, weight_bytes, act_bytes, residual=True)
-        + table.linear_cost(t, 2 * spec.ffn, d, weight_bytes, act_bytes, act="silu_mul")
-        + table.linear_cost(t, d, spec.ffn, weight_bytes, act_bytes, residual=True)
     )
-    total = table.embed_cost(t, d, weight_bytes) + layer.times(spec.num_layers)
+
+    def behind_attention(n: int) -> Cost:
+        return (
+            table.linear_cost(n, d, q, weight_bytes, act_bytes, residual=True)
+            + table.norm_cost(n, d, act_bytes)
+            + table.linear_cost(n, 2 * spec.ffn, d, weight_bytes, act_bytes, act="silu_mul")
+            + table.linear_cost(n, d, spec.ffn, weight_bytes, act_bytes, residual=True)
+        )
+
+    total = table.embed_cost(t, d, weight_bytes) + into_cache.times(spec.num_layers) + behind_attention(t).times(spec.num_layers - 1)
     for window in set(spec.windows):
         one = table.attention_cost(t, spans, spec.num_heads, spec.num_kv_heads, size, act_bytes, kv_bytes, window)
         total += one.times(spec.windows.count(window))
-    if rows:
-        total += table.norm_cost(rows, d, act_bytes) + table.head_cost(rows, spec.vocab, d, weight_bytes, act_bytes)
+    if rows:  # of other rows the last layer makes no more than K and V
+        total += behind_attention(rows) + table.norm_cost(rows, d, act_bytes) + table.head_cost(rows, spec.vocab, d, weight_bytes, act_bytes)
     return total

@@ -17,10 +17,13 @@ def llama(ops: Ops, w: Any, s: ModelSpec) -> Handle:
     x = ops.embed(w.embed)
     for i, l in enumerate(w.layers):  # noqa: E741 (reads like the formula)
         q = ops.rope_store(ops.linear(ops.norm(x, l.n1, s.eps), l.qkv, bias=l.qkv_b), i, s.rope, l.qkv_b)
-        x = ops.linear(ops.attention(q, i, s.windows[i]), l.o, bias=l.o_b, residual=x)
+        a = ops.attention(q, i, s.windows[i])
+        if i == s.num_layers - 1:  # nobody reads what the last layer makes of other rows
+            a, x = ops.take_rows(a), ops.take_rows(x)
+        x = ops.linear(a, l.o, bias=l.o_b, residual=x)
         h = ops.norm(x, l.n2, s.eps)
         x = ops.linear(ops.linear(h, l.gate_up, bias=l.gate_up_b, act="silu_mul"), l.down, bias=l.down_b, residual=x)
-    return ops.head(ops.norm(ops.take_rows(x), w.norm, s.eps), w.head)
+    return ops.head(ops.norm(x, w.norm, s.eps), w.head)
 
 
 def rules(s: ModelSpec) -> Iterator[WeightRule]:

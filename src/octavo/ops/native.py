@@ -1,5 +1,6 @@
 """The native CPU provider: packs weights into kernel order, holds the KV blocks, compiles models (ops/recorder.py)."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -26,6 +27,8 @@ SLAB_BYTES = 64 << 20  # weights are laid into slabs of huge pages
 COMMIT_AFTER = 1.0  # seconds
 COMMITTED = 192 << 20  # bytes of the KV blocks that get their pages at once, in the background
 STRIDE = 2 << 20  # so many at a time: a huge page
+COMMIT_PAUSE = 0.01  # seconds between two
+MAX_K = 1 << 17  # native/include/layouts.h
 PACKING = 3  # raise it whenever the bytes of packed weights, or what their handles say, change for the same weights
 QUANTIZATIONS = {"int8": "int8", "int4": "Q4_1", "int4_g128": "int4_g128", "gguf": "act"}  # → the layout of matrices that come as numbers
 KINDS = {np.uint16: 0, np.float32: 1, np.uint8: 2}  # of a part's rows: bfloat16 bits, float32, a file's blocks
@@ -80,16 +83,14 @@ class NativeKvStore:
 
 
 def _commit(store: "weakref.ref[NativeKvStore]", gone: threading.Event) -> None:
-    """Pages for a store's first bytes, when a first answer is likely to be out, and only with time that nobody else wants."""
-    if gone.wait(COMMIT_AFTER):
-        return
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # Linux: of this thread alone
-    start = 0
-    while (kept := store()) is not None:  # held for one stride at a time
+    """Pages for a store's first bytes, when a first answer is likely to be out, a little at a time. Not at a lower priority: sent off its core while
+    it has Python's lock, the thread would keep everybody waiting (docs/log.md)."""
+    start, pause = 0, COMMIT_AFTER
+    while not gone.wait(pause) and (kept := store()) is not None:  # held for one stride at a time
         size = min(STRIDE, min(COMMITTED, kept.memory.nbytes) - start)
         if size <= 0 or not kept.memory.commit(start, size):
             return  # done, or an older system, or no memory is left: pages then come when they are touched, as the rest does
-        start += size
+        start, pause = start + size, COMMIT_PAUSE
         del kept
 
 
@@ -164,9 +165,9 @@ class NativeProvider:
         return self._pack([table], False, "act" if layout == "act" else "int8")
 
     def summary(self) -> str:
-        """What the matrices became, for people: "int8 212 (134.5 M, 8.1 bits each)"."""
+        """What the matrices became, for people: "int8 212 matrices (134.5 M weights of 8.1 bits)"."""
         return ", ".join(
-            f"{self.dtype if name == 'act' else name} {count} ({weights / 1e6:.1f} M, {nbytes * 8 / weights:.2f} bits each)"
+            f"{self.dtype if name == 'act' else name} {count} matrices ({weights / 1e6:.1f} M weights of {nbytes * 8 / weights:.2f} bits)"
             for name, (count, weights, nbytes) in self.packed.items()
         )
 
@@ -193,12 +194,14 @@ class NativeProvider:
     def _pack_piece(self, parts: list[Any], layout: str, k: int, first: int, count: int, interleave: bool) -> Panels:
         """Parts that become one layout. The bytes are a function of the parts, the layout and the compute dtype alone."""
         number = self.layouts[layout][0]
+        if layout == "int8" and k > MAX_K:
+            raise UnsupportedError(f"int8 takes matrices of up to {MAX_K} inputs, not {k}", "quantization")
         nbytes = count * (self.layout_bytes(number, pad(k))[0] if number else 16 * pad(k) * self.act_bytes)
         address = self._room_for(nbytes)
         held = [np.ascontiguousarray(part.raw) if isinstance(part, Stored) else _matrix_part(part) for part in parts]
         described = tuple((address_of(a), a.shape[0], a.strides[0], KINDS[a.dtype.type]) for a in held)
         if not self.pool.pack(address, number, count, k, pad(k), self.dtype == "float32", interleave, described):
-            raise CheckpointError(f"a matrix holds numbers beyond what the scales of {layout} can: another quantization, or none, is needed")
+            raise CheckpointError(f"a matrix holds numbers that {layout} cannot: infinite, NaN, or beyond its scales; another quantization may")
         self._count(layout, 1, sum(a.shape[0] for a in held) * k, nbytes)
         return Panels(address, count, nbytes, number, first)
 
@@ -261,7 +264,8 @@ class NativeProvider:
             ) from None
         store, gone = NativeKvStore(memory, kv_spec, num_blocks), threading.Event()
         weakref.finalize(store, gone.set)
-        threading.Thread(target=_commit, args=(weakref.ref(store), gone), daemon=True, name="kv-pages").start()
+        with contextlib.suppress(RuntimeError):  # no room for a thread: pages come when they are touched, as all behind the first ones do
+            threading.Thread(target=_commit, args=(weakref.ref(store), gone), daemon=True, name="kv-pages").start()
         return store
 
     def compile(

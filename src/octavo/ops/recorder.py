@@ -143,7 +143,7 @@ class Recorder:
         (panels,) = table.pieces
         out = self._buffer("f32", "T", table.k)
         info = OpInfo("embed", "T", panels.nbytes // max(panels.count * 16, 1))
-        numbers = ["T", pad(table.k), pad(table.k), panels.layout]
+        numbers = ["T", pad(table.k), pad(table.k), panels.layout, table.k]
         self._emit(_EMBED, [address_of(self.step["tokens"]), panels.address, out], numbers, out=out, info=info)
         return out
 
@@ -239,9 +239,10 @@ class Recorder:
 
     def take_rows(self, x: Buffer) -> Buffer:
         """See Ops."""
-        self._expect(x, "f32", x.cols, "take_rows")
-        out = self._buffer("f32", "R", x.cols)
-        self._emit(_TAKE_ROWS, [x, address_of(self.step["rows"]), out], ["R", pad(x.cols)], out=out)
+        if x.rows != "T" or x.kind not in ("f32", "act"):
+            raise ConfigError(f"take_rows takes some of a step's rows of numbers, not {x.kind} rows of {x.rows}")
+        out = self._buffer(x.kind, "R", x.cols)
+        self._emit(_TAKE_ROWS, [x, address_of(self.step["rows"]), out], ["R", out.row_bytes // 4], out=out)
         return out
 
     def head(self, x: Buffer, weight: Matrix) -> None:

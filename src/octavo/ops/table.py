@@ -78,7 +78,7 @@ class Ops(Protocol):
         """
 
     def take_rows(self, x: Handle) -> Handle:
-        """The rows to sample or score. [T, d] float32 → [R, d] float32. Afterwards ops work on R rows."""
+        """The rows to sample or score. [T, d] → [R, d], float32 or act. Ops over it work on R rows."""
 
     def head(self, x: Handle, weight: Handle) -> Handle:
         """Logits (float32) and then the sampler, in tiles of at most 64 rows: the *sample* segment. [R, d] act → outputs."""

@@ -141,7 +141,7 @@ class _StepOps:
         return torch.from_numpy(np.asarray(array, np.int64)).to(self.device)
 
     def embed(self, table: "torch.Tensor | Quantized") -> torch.Tensor:
-        return (table.weight if isinstance(table, Quantized) else table)[self.tokens].float()
+        return (table.weight if isinstance(table, Quantized) else table)[self.tokens, : self.spec.hidden].float()
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight).to(self.act)

@@ -14,7 +14,10 @@ FIRST_RANGE, RANGES = 13.5, 8  # int4: ranges tried, in steps of a half
 
 
 class Quantized(NamedTuple):
-    """A matrix [N, K] float32 on its grid, and how many k of an activation row share a scale; 0: all do, and the row is spread first."""
+    """A matrix [N, K] float32 on its grid, and how many k of an activation row share a scale.
+
+    0: all do, and the row is spread first. Then K is filled up to a multiple of 32, where rounding leaves something in ``weight``, too.
+    """
 
     weight: torch.Tensor
     group: int
@@ -41,8 +44,7 @@ def int4(weight: torch.Tensor, step: int) -> Quantized:
 
 
 def _spread_eight_bits(x: torch.Tensor) -> torch.Tensor:
-    k = x.shape[-1]
-    return spread(_eight_bits(spread(torch.nn.functional.pad(x, (0, -k % 32)))) / 32)[..., :k]
+    return spread(_eight_bits(spread(torch.nn.functional.pad(x, (0, -x.shape[-1] % 32)))) / 32)
 
 
 def _eight_bits(x: torch.Tensor) -> torch.Tensor:
