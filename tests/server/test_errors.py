@@ -252,6 +252,20 @@ def test_a_conversation_that_is_too_long_names_messages() -> None:
         refused(post(CHAT, {"messages": [{"role": "user", "content": text}]} | more, settings=settings), 400, "messages", "at most")
 
 
+@pytest.mark.parametrize(("name", "says"), [
+    ("temprature", "unknown field 'temprature': did you mean 'temperature'?"), ("max_token", "did you mean 'max_tokens'?"),
+    ("zzz", "unknown field 'zzz'"), ("temperature" * 9, "unknown field"),
+])
+def test_an_unknown_field_s_likely_name_is_told(name: str, says: str) -> None:
+    async def run() -> None:
+        async with client(create_app(ScriptedLLM([]), ServerSettings())) as http:
+            answer = await http.post("/v1/completions", json={"prompt": "a", name: 1})
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and says in error["message"] and ("did you mean" in error["message"]) == ("did you mean" in says)
+
+    asyncio.run(run())
+
+
 def test_unknown_fields_may_be_allowed() -> None:
     relaxed = ServerSettings(allow_unknown_fields=True)
     assert post(COMPLETIONS, {"prompt": "p", "zz": 1}, settings=relaxed).status_code == 200

@@ -1,5 +1,6 @@
 """From an HTTP request to a checked struct: size, content type, JSON, types. What is wrong is told with the field's name."""
 
+import difflib
 import gc
 import json
 import re
@@ -16,6 +17,7 @@ from octavo.server.settings import ServerSettings
 T = TypeVar("T")
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_LONGEST_NAME = 64  # of a field for which a similar one is looked for
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*?)`", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`")
 _DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
@@ -89,7 +91,7 @@ def decode(body: bytes | msgspec.Raw, kind: Any, at: str = "") -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error), at) from None
+        raise _invalid_field(str(error), at, getattr(kind, "__struct_encode_fields__", ())) from None
     except RecursionError:
         raise invalid(f"{at or 'the body'} is nested too deeply", at or None) from None
     except msgspec.DecodeError as error:
@@ -174,7 +176,8 @@ def _too_large(limit: int, size: str) -> ApiError:
     return ApiError(413, f"the body has {size}; at most {limit} bytes are accepted", code="request_too_large", headers={"Connection": "close"})
 
 
-def _invalid_field(message: str, at: str) -> ApiError:
+def _invalid_field(message: str, at: str, fields: tuple[str, ...]) -> ApiError:
+    """``fields``: those that there are, at the top."""
     found = _PATH.search(message)
     path = found["path"] if found else ""
     if found:
@@ -184,7 +187,9 @@ def _invalid_field(message: str, at: str) -> ApiError:
             path = f"{path}.{named['name']}" if path else named["name"]
             path = _joined(at, path)
             if pattern is _UNKNOWN:
-                return ApiError(400, f"unknown field {shown(path)!r}", shown(path), "unknown_parameter")
+                close = [] if found or len(named["name"]) > _LONGEST_NAME else difflib.get_close_matches(named["name"], fields, 1)
+                hint = f": did you mean {close[0]!r}?" if close else ""
+                return ApiError(400, f"unknown field {shown(path)!r}{hint}", shown(path), "unknown_parameter")
             return invalid(f"{path} is missing", path)
     param = _joined(at, path)
     message = message[:1].lower() + message[1:].replace("`", "")
