@@ -14,9 +14,9 @@ FN NI dot_pairs(NI acc, NS a, NS b) {
 #if defined(__AVX512VNNI__)
     return (NI)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
-    return (NI)((NU)acc + (NU)_mm512_madd_epi16((__m512i)a, (__m512i)b));
+    return (NI)chained((NU)acc + (NU)_mm512_madd_epi16((__m512i)a, (__m512i)b));
 #elif defined(__AVX2__)
-    return (NI)((NU)acc + (NU)_mm256_madd_epi16((__m256i)a, (__m256i)b));
+    return (NI)chained((NU)acc + (NU)_mm256_madd_epi16((__m256i)a, (__m256i)b));
 #elif defined(__SSE2__)
     return (NI)((NU)acc + (NU)_mm_madd_epi16((__m128i)a, (__m128i)b));
 #else
@@ -27,10 +27,9 @@ FN NI dot_pairs(NI acc, NS a, NS b) {
 FN NS nsplat_pair(int32_t pair) { return (NS)(pair - NI{}); }
 
 // Sixteen whole numbers of 16 bits as eight pairs, in the order of `quads`.
-FN void store_quads(int32_t *out, I n) {
-    typedef int32_t half __attribute__((vector_size(32)));
-    const half first = __builtin_shufflevector(n, n, 0, 1, 4, 5, 8, 9, 12, 13), second = __builtin_shufflevector(n, n, 2, 3, 6, 7, 10, 11, 14, 15);
-    store<half>(out, (first & 0xffff) | (second << 16));
+FN void store_quads(void *out, I n) {
+    const H h = lanes_to<uint16_t>(n);
+    store<H>(out, shuffled<0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15>(h, h));
 }
 
 // A row of a panel: `vectors` of pairs. Of Int4's four, those of K are all one column's (dims 0 … 3 and 4 … 7); of V, the

@@ -13,8 +13,6 @@
 // type, and stale scales meet a mask.
 #pragma once
 
-typedef int8_t B __attribute__((vector_size(16)));
-
 struct Fp8 {  // e4m3: no infinity, 448 at most
     uint8_t bits;
 };
@@ -77,10 +75,10 @@ FN void spread(F (&x)[2]) {
             v = v * sign + partner;
 #endif
         };
-        stage(__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7), F{1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1});
-        stage(__builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11), F{1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1});
-        stage(__builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13), F{1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1});
-        stage(__builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14), F{1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1});
+        stage(shuffled<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v), F{1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1});
+        stage(shuffled<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11>(v, v), F{1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1});
+        stage(shuffled<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(v, v), F{1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1});
+        stage(shuffled<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(v, v), F{1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1});
     }
 }
 FN void spread(float *x, int64_t dp) {  // of each 32
@@ -114,13 +112,13 @@ FN float largest(const float *x, int64_t d) {
     F most = {};
     for (int64_t c = 0; c < d; c += LANES) {
         const F mag = bits_to_f(f_to_bits(load<F>(x + c)) & 0x7fffffffu);
-        most = mag > most ? mag : (mag == mag ? most : splat(INF));
+        most = pick(mag > most, mag, pick(mag == mag, most, splat(INF)));
     }
     const float m = max_lanes(most);
     return m < INF ? m : as_float(0x7fc00000u);
 }
 
-FN void store_codes(int8_t *codes, I n) { store<B>(codes, __builtin_convertvector(n, B)); }
+FN void store_codes(int8_t *codes, I n) { store<B>(codes, lanes_to<int8_t>(n)); }
 
 // Codes of one row: returns the scale, 0 (and codes of 0) for a row below LEAST_SCALE, NaN for one with no finite numbers.
 FN float encode(Int8, const float *x, int64_t dp, int8_t *codes) {
@@ -138,7 +136,7 @@ FN float encode(Int4, const float *x, int64_t dp, int8_t *codes) {  // the value
     F high = {}, low = {};
     for (int64_t c = 0; c < dp; c += LANES) {
         const F v = load<F>(x + c);
-        high = max_keep(high, v), low = v < low ? v : low;
+        high = max_keep(high, v), low = pick(v < low, v, low);
     }
     float s = scale_up(mag / 8.0f);
     if (s < LEAST_SCALE) s = 0;
@@ -146,8 +144,8 @@ FN float encode(Int4, const float *x, int64_t dp, int8_t *codes) {  // the value
     const float inv = s > 0 || s < 0 ? 1.0f / s : 0.0f;
     for (int64_t c = 0; c < dp; c += LANES) {
         I n = nearest(load<F>(x + c) * inv);
-        n = n < isplat(7) ? n : isplat(7);
-        n = n > isplat(-8) ? n : isplat(-8);
+        n = pick(n < isplat(7), n, isplat(7));
+        n = pick(n > isplat(-8), n, isplat(-8));
         store_codes(codes + c, n);
     }
     return s;
@@ -161,8 +159,8 @@ FN float encode(Fp8, const float *x, int64_t dp, int8_t *codes) {  // scales are
         const U u = f_to_bits(load<F>(x + c) * inv), m = u & 0x7fffffffu;
         const I few = nearest(bits_to_f(m) * 512.0f);                           // subnormal: multiples of 2^-9; 8 is the least normal
         I n = (I)((m + 0x7ffffu + ((m >> 20) & 1u)) >> 20) - (120 << 3);        // 3 bits of mantissa, the exponent's bias 7 for 127
-        n = (I)m < isplat(0x3c800000) ? few : n;                                // 2^-6
-        n = n < isplat(0x7e) ? n : isplat(0x7e);
+        n = pick((I)m < isplat(0x3c800000), few, n);                               // 2^-6
+        n = pick(n < isplat(0x7e), n, isplat(0x7e));
         n = n | (I)((u >> 24) & 0x80u);
         store_codes(codes + c, n);
     }
@@ -192,10 +190,8 @@ template <> struct Panel<Fp8> {
         return (NF)(((NU)few & is_few) | (normal & ~is_few) | (u & 0x80u) << 24);
 #endif
     }
-    FN void pair(const Fp8 *b, int v, NF *even, NF *odd) {
-        *even = decode(b + v * OCTAVO_WIDTH);
-        *odd = decode(b + LANES + v * OCTAVO_WIDTH);
-    }
+    FN NF even(const Fp8 *b, int v) { return decode(b + v * OCTAVO_WIDTH); }
+    FN NF odd(const Fp8 *b, int v) { return decode(b + LANES + v * OCTAVO_WIDTH); }
 };
 #if defined(__AVX512BF16__)
 template <> struct Weave<Fp8> {  // decoded values are bfloat16 ones

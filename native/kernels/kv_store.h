@@ -10,14 +10,14 @@ template <class S, bool K> FN uint16_t to_elements(const float *x, int64_t dp, t
     } else if constexpr (Stored<S>::bits == 8) {
         return (uint16_t)(as_bits(encode(S(), x, dp, (int8_t *)out)) >> 16);
     } else {
-        typedef int32_t Quads __attribute__((vector_size(16)));
         int8_t codes[MAX_HEAD_DIM];
         const float scale = encode(S(), x, dp, codes);
         for (int64_t c = 0; c < dp; c += 2 * LANES) {
             B low = load<B>(codes + c), high = load<B>(codes + c + LANES);
             if (K) {
-                const Quads a = (Quads)low, b = (Quads)high;
-                low = (B)__builtin_shufflevector(a, b, 0, 2, 4, 6), high = (B)__builtin_shufflevector(a, b, 1, 3, 5, 7);
+                const B a = low, b = high;  // by quads: 0 2 of each, 1 3 of each
+                low = shuffled<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b);
+                high = shuffled<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
             }
             store<B>(out + c / 2, (low & 15) | (high << 4));
         }
@@ -33,8 +33,8 @@ template <class V> FN void transpose(V (&x)[LANES]) {
 #pragma GCC unroll 8
         for (int i = 0; i < LANES / 2; i++) {
             const V a = x[i], b = x[i + LANES / 2];
-            y[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            y[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+            y[2 * i] = shuffled<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b);
+            y[2 * i + 1] = shuffled<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b);
         }
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) x[i] = y[i];
@@ -43,7 +43,7 @@ template <class V> FN void transpose(V (&x)[LANES]) {
 
 // K of n tokens from `token` on: columns of a panel [count][16] of cells. rows: [n][count] cells, readable for 15 more.
 template <class Cell> FN void store_columns(char *panel, int64_t token, int64_t n, const void *rows, int64_t count) {
-    typedef Cell V __attribute__((vector_size(LANES * sizeof(Cell))));
+    typedef Lanes<Cell> V;
     constexpr int64_t size = sizeof(Cell);
     const char *from = (const char *)rows;
     if (n < TOKENS) {
@@ -62,7 +62,7 @@ template <class Cell> FN void store_columns(char *panel, int64_t token, int64_t 
 
 // V of n tokens: panels of 16 columns, in which the elements of PER tokens lie together. rows: [n][count] elements.
 template <int PER, class Element> FN void store_panels(Element *panels, int64_t token, int64_t n, const Element *rows, int64_t count) {
-    typedef Element V __attribute__((vector_size(LANES * sizeof(Element))));
+    typedef Lanes<Element> V;
     for (int64_t i = 0; i < n;) {
         const int64_t inner = (token + i) % PER;
         const Element *row = rows + i * count;
@@ -77,7 +77,7 @@ template <int PER, class Element> FN void store_panels(Element *panels, int64_t 
                 store<V>(line + c * TOKENS, load<V>(row + c));
             } else {
                 U cells = {};
-                for (int j = 0; j < PER; j++) cells = cells | (__builtin_convertvector(load<V>(row + j * count + c), U) << (32 / PER * j));
+                for (int j = 0; j < PER; j++) cells = cells | (lanes_to<uint32_t>(load<V>(row + j * count + c)) << (32 / PER * j));
                 store<U>(line + c * TOKENS, cells);
             }
         }

@@ -26,7 +26,7 @@ FN void store_gated(bf16 *out, F gate, F up) {
     const __mmask16 far = _mm512_cmpgt_epu32_mask((__m512i)(f_to_bits(gate) & 0x7fffffffu), _mm512_set1_epi32(0x42a00000));                // 80
     const __mmask16 odd = _mm512_cmpgt_epu32_mask((__m512i)((u & 0x7fffffffu) - 0x21800000u), _mm512_set1_epi32(0x7f000000 - 0x21800000));  // 2^-60, 2^127
     const __mmask16 close = _mm512_cmple_epu32_mask((__m512i)((u & 0xffffu) - 0x7fe8u), _mm512_set1_epi32(48));
-    if (__builtin_expect((far | odd | close) == 0, 1)) return store<H>(out, __builtin_convertvector((u + 0x8000u) >> 16, H));
+    if (__builtin_expect((far | odd | close) == 0, 1)) return store<H>(out, lanes_to<uint16_t>((u + 0x8000u) >> 16));
 #endif
     store_act(out, gated(gate, up));
 }

@@ -48,7 +48,7 @@ template <class E> FN void finish_int8(const Op &op, const Part &part, const Pen
     finish<E>(op, part.row0 + waits.row + waits.done, n, op.n[7] + waits.panel, waits.panels, [=](int p, int r) __attribute__((always_inline)) {
         const char *of = row + r * a.ld;
         const U sum = load<U>(sums + (p * BLOCK_ROWS + r) * LANES) + *(const uint32_t *)(of + a.zeros);
-        return __builtin_convertvector((I)sum, F) * *(const float *)(of + a.scale) * load<F>(scales + p * stride);
+        return lanes_to<float>((I)sum) * *(const float *)(of + a.scale) * load<F>(scales + p * stride);
     });
 }
 template <class E> static void linear_int8_tiles(const Op &op, const Run &run, const Part &part) {

@@ -17,12 +17,12 @@ static void gather(const void *const rows[16], const int32_t kinds[16], int64_t 
 FN F abs16(F x) { return (F)((U)x & 0x7fffffffu); }
 FN void keep_largest(I &bits, F x) {  // of magnitudes, as whole numbers: infinity and NaN are the largest
     const I mag = (I)((U)x & 0x7fffffffu);
-    bits = mag > bits ? mag : bits;
+    bits = pick(mag > bits, mag, bits);
 }
 FN bool finite(I bits) { return max_lanes(bits) < 0x7f800000; }
 FN I clamp15(I q) {
-    q = q < 0 ? I{} : q;
-    return q > 15 ? isplat(15) : q;
+    q = pick(q < 0, I{}, q);
+    return pick(q > 15, isplat(15), q);
 }
 
 // The 32 codes of row r, one byte each, into a block.
@@ -63,7 +63,7 @@ static bool pack_int8(uint8_t *panel, const void *const rows[16], const int32_t 
     }
     if (!finite(bits)) return false;
     const I some = most >= splat(8.6736174e-19f);  // 2^-60
-    const F scale = some ? most / 127.0f : F{}, inverse = some ? 127.0f / most : F{};
+    const F scale = pick(some, most / 127.0f, F{}), inverse = pick(some, 127.0f / most, F{});
     store<F>(panel, scale * 0x1p-5f);
     __builtin_memset(panel + scale_bytes(l, kp), l.zero, (size_t)(pad64(kp) * LANES));
     for (int64_t b = 0; b < kp; b += 32) {
@@ -94,44 +94,44 @@ FN float from_half(uint16_t h) {
     return as_float(u | sign);
 }
 FN F through_half(F x) {
-    F y;
+    float y[LANES];
     for (int r = 0; r < LANES; r++) y[r] = from_half(to_half(x[r]));
-    return y;
+    return load<F>(y);
 }
 
 // Scale and minimum of n values a lane, that make the squared error small: ranges around min … max are tried, and for the codes of
 // each the best scale and minimum follow by least squares. `half`: both will be stored as float16.
 static void fit4(const F *x, int64_t n, bool half, F *best_scale, F *best_minimum) {
     F low = x[0], high = x[0], sum = {};
-    for (int64_t i = 0; i < n; i++) low = x[i] < low ? x[i] : low, high = x[i] > high ? x[i] : high, sum = sum + x[i];
+    for (int64_t i = 0; i < n; i++) low = pick(x[i] < low, x[i], low), high = pick(x[i] > high, x[i], high), sum = sum + x[i];
     const F count = splat((float)n);
     F best = splat(INF), scale0 = (high - low) / 15.0f;
     *best_scale = half ? through_half(scale0) : scale0, *best_minimum = half ? through_half(low) : low;
     for (int turn = -1; turn < 8; turn++) {
         // -1: min … max itself, as it is; then codes over a range of 13.5 … 17 steps, and their least squares
         F scale = turn < 0 ? scale0 : (high - low) / (13.5f + 0.5f * (float)turn), minimum = low;
-        F inverse = scale > F{} ? 1.0f / scale : F{};
+        F inverse = pick(scale > F{}, 1.0f / scale, F{});
         if (turn >= 0) {
             F codes = {}, squares = {}, products = {};
             for (int64_t i = 0; i < n; i++) {
-                const F q = __builtin_convertvector(clamp15(nearest((x[i] - low) * inverse)), F);
+                const F q = lanes_to<float>(clamp15(nearest((x[i] - low) * inverse)));
                 codes = codes + q, squares = squares + q * q, products = products + q * x[i];
             }
             const F det = count * squares - codes * codes;
             const I good = det > F{};
-            scale = good ? (count * products - codes * sum) / det : scale;
-            minimum = good ? (sum * squares - codes * products) / det : minimum;
+            scale = pick(good, (count * products - codes * sum) / det, scale);
+            minimum = pick(good, (sum * squares - codes * products) / det, minimum);
         }
         if (half) scale = through_half(scale), minimum = through_half(minimum);
-        inverse = scale > F{} ? 1.0f / scale : F{};
+        inverse = pick(scale > F{}, 1.0f / scale, F{});
         F error = {};
         for (int64_t i = 0; i < n; i++) {
-            const F q = __builtin_convertvector(clamp15(nearest((x[i] - minimum) * inverse)), F);
+            const F q = lanes_to<float>(clamp15(nearest((x[i] - minimum) * inverse)));
             const F e = (q * scale + minimum) - x[i];
             error = error + e * e;
         }
         const I better = error < best;  // NaN never is
-        best = better ? error : best, *best_scale = better ? scale : *best_scale, *best_minimum = better ? minimum : *best_minimum;
+        best = pick(better, error, best), *best_scale = pick(better, scale, *best_scale), *best_minimum = pick(better, minimum, *best_minimum);
     }
 }
 
@@ -156,7 +156,7 @@ static bool pack_int4(uint8_t *panel, const LayoutInfo &l, const void *const row
             }
         }
         if (!half) store<F>(panel + s * 128, scale), store<F>(panel + s * 128 + 64, minimum);
-        const F inverse = scale > F{} ? 1.0f / scale : F{};
+        const F inverse = pick(scale > F{}, 1.0f / scale, F{});
         for (int64_t j = 0; j < n; j++) {
             const int64_t i = b + j;
             const I q = clamp15(nearest((x[j] - minimum) * inverse));

@@ -9,7 +9,7 @@ FN NF fused(NF a, NF b, NF c) { return (NF)_mm512_fmadd_ps((__m512)a, (__m512)b,
 constexpr int MAX_ROWS = 8;  // rows whose chains fit the registers
 #elif defined(__FMA__)
 FN NF fused(NF a, NF b, NF c) { return (NF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-constexpr int MAX_ROWS = 2;
+constexpr int MAX_ROWS = 3;
 #else
 FN NF fused(NF a, NF b, NF c) { return a * b + c; }
 constexpr int MAX_ROWS = 2;
@@ -18,17 +18,12 @@ constexpr int MAX_ROWS = 2;
 // The stored type S of a panel says how its values become float32; the act type E, whether their products are exact.
 template <class S> struct Panel;
 template <> struct Panel<bf16> {  // a row of pairs: [16][2]
-    FN void pair(const bf16 *b, int v, NF *even, NF *odd) {
-        NU u = load<NU>(b + v * OCTAVO_WIDTH * 2);
-        *even = (NF)(u << 16);
-        *odd = (NF)(u & 0xffff0000u);
-    }
+    FN NF even(const bf16 *b, int v) { return (NF)(load<NU>(b + v * OCTAVO_WIDTH * 2) << 16); }
+    FN NF odd(const bf16 *b, int v) { return (NF)(load<NU>(b + v * OCTAVO_WIDTH * 2) & 0xffff0000u); }
 };
 template <> struct Panel<float> {
-    FN void pair(const float *b, int v, NF *even, NF *odd) {
-        *even = load<NF>(b + v * OCTAVO_WIDTH);
-        *odd = load<NF>(b + LANES + v * OCTAVO_WIDTH);
-    }
+    FN NF even(const float *b, int v) { return load<NF>(b + v * OCTAVO_WIDTH); }
+    FN NF odd(const float *b, int v) { return load<NF>(b + LANES + v * OCTAVO_WIDTH); }
 };
 
 // What rows are read as: float32 values, or `Woven` ones where both sides are bfloat16 and an instruction multiplies pairs of those.
@@ -55,8 +50,8 @@ template <> struct Weave<bf16> {
 };
 #endif
 template <class E, class S = E> using Operand = typename OperandOf<E, S>::type;
-FN H weave(H h) { return __builtin_shufflevector(h, h, 2, 0, 3, 1, 6, 4, 7, 5, 10, 8, 11, 9, 14, 12, 15, 13); }
-FN void store_act(Woven *p, F x) { store(p, weave(__builtin_convertvector(round_bits(x) >> 16, H))); }
+FN H weave(H h) { return shuffled<2, 0, 3, 1, 6, 4, 7, 5, 10, 8, 11, 9, 14, 12, 15, 13>(h, h); }
+FN void store_act(Woven *p, F x) { store(p, weave(lanes_to<uint16_t>(round_bits(x) >> 16))); }
 FN void expand(Woven *dst, const bf16 *src, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) store(dst + i, weave(load<H>(src + i)));
 }
@@ -84,15 +79,23 @@ FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int6
                 __builtin_prefetch((const char *)bp + ahead, 0, 2);
                 if (sizeof(S) == 4) __builtin_prefetch((const char *)(bp + LANES) + ahead, 0, 2);
             }
+            NF w[NV];
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) {
-                NF even, odd;
-                Panel<S>::pair(bp, v, &even, &odd);
+            for (int v = 0; v < NV; v++) w[v] = Panel<S>::even(bp, v);
 #pragma GCC unroll 8
-                for (int r = 0; r < MR; r++) {
-                    e[p][r][v] = multiply_add<E>(nsplat(a[r * lda + k]), even, e[p][r][v]);
-                    o[p][r][v] = multiply_add<E>(nsplat(a[r * lda + k + 1]), odd, o[p][r][v]);
-                }
+            for (int r = 0; r < MR; r++) {
+                const NF x = nsplat(a[r * lda + k]);
+#pragma GCC unroll 4
+                for (int v = 0; v < NV; v++) e[p][r][v] = multiply_add<E>(x, w[v], e[p][r][v]);
+            }
+            asm("" : "+r"(bp));
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) w[v] = Panel<S>::odd(bp, v);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) {
+                const NF x = nsplat(a[r * lda + k + 1]);
+#pragma GCC unroll 4
+                for (int v = 0; v < NV; v++) o[p][r][v] = multiply_add<E>(x, w[v], o[p][r][v]);
             }
         }
     }
@@ -170,7 +173,9 @@ static void product_rows(int rows, int np, const A *a, int64_t lda, const S *b, 
             if (OCTAVO_WIDTH == 16) OCTAVO_FLY(2, 4);
             OCTAVO_FLY(2, 1);
             break;
-#if OCTAVO_WIDTH == 16
+#if OCTAVO_WIDTH == 8
+        case 3: OCTAVO_FLY(3, 1); break;
+#elif OCTAVO_WIDTH == 16
         case 3:
             OCTAVO_FLY(3, 2);
             OCTAVO_FLY(3, 1);
@@ -208,8 +213,10 @@ static void mix_rows(int rows, const A *p, int64_t ldp, const char *const *v, co
     switch (rows) {
         case 1: mix<E, S, 1>(p, ldp, v, next, offset, n, out, ldo); break;
         case 2: mix<E, S, 2>(p, ldp, v, next, offset, n, out, ldo); break;
-#if OCTAVO_WIDTH == 16
+#if OCTAVO_WIDTH >= 8
         case 3: mix<E, S, 3>(p, ldp, v, next, offset, n, out, ldo); break;
+#endif
+#if OCTAVO_WIDTH == 16
         case 4: mix<E, S, 4>(p, ldp, v, next, offset, n, out, ldo); break;
         case 5: mix<E, S, 5>(p, ldp, v, next, offset, n, out, ldo); break;
         case 6: mix<E, S, 6>(p, ldp, v, next, offset, n, out, ldo); break;

@@ -14,42 +14,40 @@
 #pragma once
 
 FN NI nisplat(int32_t x) { return x - NI{}; }
+typedef uint16_t NUS __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 
-// Four successive products in each lane of 32 bits: acc + Σ code · act. Without VNNI they go in pairs of 16 bits, which hold
-// any byte, so nothing saturates; codes are split once for all rows, activations when they are quantized.
+// Four successive products in each lane of 32 bits: acc + Σ code · act. With VNNI that is one instruction. Without, codes of less than
+// 8 bits are multiplied as bytes into sums of 16 bits, which HELD quads fit, and then widened; a code of 8 bits could overflow those, and
+// goes in pairs of 16 bits, codes split once for all rows, activations when they are quantized.
 #if defined(__AVX512VNNI__)
-constexpr int QUAD = 4;  // bytes of the activations of a quad
-struct Quad {
-    NU all;
-};
-FN Quad split(NU codes) { return {codes}; }
-FN NI dot4(NI acc, Quad w, const char *a) {
+template <int BITS> constexpr int HELD = 0;
+constexpr int quad_bytes(int) { return 4; }  // of the activations of a quad
+FN NI dot4(NI acc, NU codes, const char *a) {
     int32_t quad;
     __builtin_memcpy(&quad, a, 4);
-    return (NI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w.all, _mm512_set1_epi32(quad));
+    return (NI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(quad));
 }
 #elif defined(OCTAVO_AMX)  // the emulated matrix units (tiles.h) read bytes, too
-constexpr int QUAD = 4;
-struct Quad {
-    NU all;
-};
-FN Quad split(NU codes) { return {codes}; }
-FN NI dot4(NI acc, Quad w, const char *a) {
+template <int BITS> constexpr int HELD = 0;
+constexpr int quad_bytes(int) { return 4; }
+FN NI dot4(NI acc, NU codes, const char *a) {
     NU sum = (NU)acc;
-    for (int j = 0; j < 4; j++) sum += ((w.all >> (8 * j)) & 255u) * (NU)nisplat((int8_t)a[j]);
+    for (int j = 0; j < 4; j++) sum += ((codes >> (8 * j)) & 255u) * (NU)nisplat((int8_t)a[j]);
     return (NI)sum;
 }
+#elif defined(__AVX2__)
+template <int BITS> constexpr int HELD = 32767 / (2 * ((1 << BITS) - 1) * 128);
+constexpr int quad_bytes(int bits) { return bits < 8 ? 4 : 8; }
+FN NS dot_bytes(NU codes, int32_t act) {  // of each two
+#if defined(__AVX512BW__)
+    return (NS)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(act));
 #else
-constexpr int QUAD = 8;
-struct Quad {
-    NU even, odd;
-};
-FN Quad split(NU codes) { return {codes & 0x00ff00ffu, (codes >> 8) & 0x00ff00ffu}; }
-FN NI dot4(NI acc, Quad w, const char *a) {
-    int32_t quad[2];
-    __builtin_memcpy(quad, a, 8);
-    return dot_pairs(dot_pairs(acc, (NS)w.even, nsplat_pair(quad[0])), (NS)w.odd, nsplat_pair(quad[1]));
+    return (NS)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(act));
+#endif
 }
+#else
+template <int BITS> constexpr int HELD = 0;
+constexpr int quad_bytes(int) { return 8; }
 #endif
 
 // Quad q of a block, register v of it.
@@ -112,7 +110,7 @@ struct ActRows {
     int64_t ld, scale, zeros, sums;  // bytes from a row to its parts
 };
 FN ActRows act_rows(const LayoutInfo &l, int64_t kp, const char *row) {
-    const int64_t steps = steps_of(l, kp), codes = pad64(kp) / 4 * QUAD;
+    const int64_t steps = steps_of(l, kp), codes = pad64(kp) / 4 * quad_bytes(l.bits);
     return {row, act_row_bytes(l, kp), codes, codes + steps * 4, codes + steps * 8};
 }
 
@@ -121,7 +119,8 @@ template <class Value> FN void quantize_row(const LayoutInfo &l, Value value, in
     const ActRows a = act_rows(l, kp, row);
     float *scales = (float *)(row + a.scale), *sums = (float *)(row + a.sums);
     int32_t *zeros = (int32_t *)(row + a.zeros);
-    __builtin_memset(row + kp / 4 * QUAD, 0, (size_t)(pad64(kp) - kp) / 4 * QUAD);
+    const int quad = quad_bytes(l.bits);
+    __builtin_memset(row + kp / 4 * quad, 0, (size_t)(pad64(kp) - kp) / 4 * quad);
     const bool spreads = l.scale == SCALE_COLUMN;
     for (int64_t k = 0, s = 0; k < kp; k += l.group) {
         const int64_t end = k + l.group < kp ? k + l.group : kp;
@@ -133,7 +132,7 @@ template <class Value> FN void quantize_row(const LayoutInfo &l, Value value, in
             for (int j = 0; j < 2; j++) {
                 store<F>(wide + i + j * LANES, pair[j]);
                 const I bits = (I)(f_to_bits(pair[j]) & 0x7fffffffu);
-                most = bits > most ? bits : most;
+                most = pick(bits > most, bits, most);
             }
         }
         const int32_t top = max_lanes(most);
@@ -146,12 +145,10 @@ template <class Value> FN void quantize_row(const LayoutInfo &l, Value value, in
             for (; i < stop; i += LANES) {
                 const I q = nearest(load<F>(wide + i) * inverse);
                 sum += (U)q;
-                typedef int16_t S __attribute__((vector_size(32)));
-                const S pairs = __builtin_convertvector(q, S);
-                if constexpr (QUAD == 4)
+                if (quad == 4)
                     store_codes((int8_t *)row + i, q);
                 else
-                    store(row + i * 2, __builtin_shufflevector(pairs, pairs, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+                    store_quads(row + i * 2, q);
             }
             const int32_t total = sum_lanes((I)sum);
             scales[s] = scale, zeros[s] = (int32_t)(-(uint32_t)l.zero * (uint32_t)total), sums[s] = (float)total * scale;
@@ -175,21 +172,64 @@ template <int MR> struct RowStarts {
 template <int ID, int MR, int NP, int Q0, int Q1>
 FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint8_t *block, int64_t stride, int64_t ahead) {
     constexpr LayoutInfo L = LAYOUTS[ID];
+    constexpr int held = HELD<L.bits>, bytes = quad_bytes(L.bits);
     if (ahead)
 #pragma GCC unroll 4
         for (int p = 0; p < NP; p++)
 #pragma GCC unroll 8
             for (int i = L.bits * Q0 / 8; i < L.bits * Q1 / 8; i++) __builtin_prefetch(block + p * stride + ahead + i * 64, 0, 2);
+    const auto act = [&](int r, int q, int part) __attribute__((always_inline)) {
+        int32_t word;
+        __builtin_memcpy(&word, a.at[r] + k + q * bytes + part * 4, 4);
+        return word;
+    };
+    if constexpr (held > 0) {
 #pragma GCC unroll 8
-    for (int q = Q0; q < Q1; q++)
+        for (int from = Q0; from < Q1; from += held)
 #pragma GCC unroll 4
-        for (int p = 0; p < NP; p++)
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) {
-                const Quad w = split(quad_of<L.bits>(block + p * stride, q, v));
+            for (int p = 0; p < NP; p++) {
+                NS sum[MR][NV];
 #pragma GCC unroll 8
-                for (int r = 0; r < MR; r++) d[p][r][v] = dot4(d[p][r][v], w, a.at[r] + k + q * QUAD);
+                for (int q = from; q < from + held; q++) {
+                    NU w[NV];
+#pragma GCC unroll 4
+                    for (int v = 0; v < NV; v++) w[v] = quad_of<L.bits>(block + p * stride, q, v);
+#pragma GCC unroll 8
+                    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+                        for (int v = 0; v < NV; v++) sum[r][v] = q == from ? dot_bytes(w[v], act(r, q, 0)) : chained(sum[r][v] + dot_bytes(w[v], act(r, q, 0)));
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < NV; v++) d[p][r][v] = dot_pairs(d[p][r][v], sum[r][v], nsplat_pair(0x00010001));
             }
+    } else {
+#pragma GCC unroll 8
+        for (int q = Q0; q < Q1; q++)
+#pragma GCC unroll 4
+            for (int p = 0; p < NP; p++) {
+                const uint8_t *at = block + p * stride;
+#pragma GCC unroll 2
+                for (int part = 0; part < bytes / 4; part++) {
+                    NU w[NV];
+#pragma GCC unroll 4
+                    for (int v = 0; v < NV; v++) {
+                        w[v] = quad_of<L.bits>(at, q, v);
+                        if (bytes == 8) w[v] = part == 0 ? w[v] & 0x00ff00ffu : (NU)((NUS)w[v] >> 8);
+                    }
+                    asm("" : "+r"(at));
+#pragma GCC unroll 8
+                    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+                        for (int v = 0; v < NV; v++)
+                            if constexpr (bytes == 4)
+                                d[p][r][v] = dot4(d[p][r][v], w[v], a.at[r] + k + q * 4);
+                            else
+                                d[p][r][v] = dot_pairs(d[p][r][v], (NS)w[v], nsplat_pair(act(r, q, part)));
+                }
+            }
+    }
 }
 
 template <int ID, int MR, int NP> FN void start_step(NI (&d)[NP][MR][NV], const RowStarts<MR> &rows, const ActRows &a, int64_t s) {
@@ -237,14 +277,18 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
     NI d[NP][MR][NV];
     for (int64_t k = 0, s = 0; k < kp; s++) {
         start_step<ID, MR, NP>(d, starts, a, s);
-        if constexpr (L.step >= 32) {
+        if constexpr (L.step > 32) {
             const int64_t end = k + L.step < kp ? k + L.step : kp;
             for (; k < end; k += 32) {
                 fetch_some(fetch, fetch.each * NP);
-                quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * QUAD, codes + k / 32 * code_bytes(L), stride, fetch.ahead);
+                quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * quad_bytes(L.bits), codes + k / 32 * code_bytes(L), stride, fetch.ahead);
             }
+        } else if constexpr (L.step == 32) {
+            fetch_some(fetch, fetch.each * NP);
+            quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * quad_bytes(L.bits), codes + k / 32 * code_bytes(L), stride, fetch.ahead);
+            k += 32;
         } else {
-            const int64_t at = k / 4 * QUAD;
+            const int64_t at = k / 4 * quad_bytes(L.bits);
             const uint8_t *block = codes + k / 32 * code_bytes(L);
             fetch_some(fetch, fetch.each * NP);
             quads<ID, MR, NP, 0, 4>(d, starts, at, block, stride, fetch.ahead);
@@ -263,7 +307,7 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
 
 // The same for `np` panels in a row and up to QUANT_ROWS rows. Rows between the sizes compiled are computed as the next
 // size: the rows behind the last are read from spare memory, and their results are thrown away.
-constexpr int QUANT_ROWS = OCTAVO_WIDTH == 16 ? 8 : 2;
+constexpr int QUANT_ROWS = OCTAVO_WIDTH == 16 ? 8 : OCTAVO_WIDTH == 8 ? 4 : 2;
 template <int ID>
 static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, Fetch &next, float *out,
                        int64_t out_stride) {
@@ -278,9 +322,11 @@ static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int
         if (OCTAVO_WIDTH == 16) OCTAVO_FLY(2, 2);
         OCTAVO_FLY(2, 1);
     }
-#if OCTAVO_WIDTH == 16
+#if OCTAVO_WIDTH >= 8
     else if (rows <= 4)
         OCTAVO_FLY(4, 1);
+#endif
+#if OCTAVO_WIDTH == 16
     else
         OCTAVO_FLY(8, 1);
 #endif

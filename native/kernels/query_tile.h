@@ -67,8 +67,8 @@ FN F seen(const QueryTile &tile, int r, int32_t first, F x, float otherwise) {
     const int32_t low = tile.low[r], high = tile.high[r];
     if (first >= low && first + TOKENS - 1 <= high) return x;
     const I token = I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
-    x = token >= isplat(low) ? x : splat(otherwise);
-    return token <= isplat(high) ? x : splat(otherwise);
+    x = pick(token >= isplat(low), x, splat(otherwise));
+    return pick(token <= isplat(high), x, splat(otherwise));
 }
 
 // Scores of row r times what they are scaled with, -inf where it does not see. Returns the largest of each lane.
@@ -114,7 +114,7 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
         const F p = weight(j);
         store<F>(s + j * TOKENS, p);
         const I mag = (I)(f_to_bits(p) & 0x7fffffffu);
-        most = mag > most ? mag : most;
+        most = pick(mag > most, mag, most);
     }
     if constexpr (Stored<S>::integer) {
         float inv;
@@ -165,7 +165,7 @@ static void combine(QueryTile &tile, int64_t base, const Partial &here) {
         for (int r = 0; r < tile.rows; r++) tile.begun[r] = sees(tile, r, base);
         return;
     }
-    const F old = load<F>(tile.top), top = load<F>(here.top), both = top > old ? top : old;
+    const F old = load<F>(tile.top), top = load<F>(here.top), both = pick(top > old, top, old);
     const F before = exp16(old - both), now = exp16(top - both);
     const F mass = load<F>(tile.mass) * before + load<F>(here.mass) * now;
     for (int r = 0; r < tile.rows; r++) {

@@ -54,7 +54,7 @@ static void row_edit(float *dst, const float *x, const uint32_t *mask, const flo
         if (mask) {
             const I bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
             I allowed = isplat((int32_t)(mask[i / 32] >> (i % 32))) & bit;
-            v = allowed != I{} ? v : splat(-INF);
+            v = pick(allowed != I{}, v, splat(-INF));
         }
         store<F>(dst + i, v);
     }
@@ -68,8 +68,8 @@ static void row_edit(float *dst, const float *x, const uint32_t *mask, const flo
 static void row_weights(uint32_t *q, const float *x, int64_t n, float max, float temperature, float min_p) {
     for (int64_t i = 0; i < n; i += LANES) {
         F p = exp_small((load<F>(x + i) - max) / temperature);
-        p = p >= splat(min_p) ? p : F{};  // NaN as well
-        store<I>(q + i, __builtin_convertvector(p * 1073741824.0f + 0.5f, I));
+        p = pick(p >= splat(min_p), p, F{});  // NaN as well
+        store<I>(q + i, lanes_to<int32_t>(p * 1073741824.0f + 0.5f));
     }
 }
 

@@ -27,7 +27,7 @@ FN F exp_rounded(F x) {
 
 // bfloat16 values without what is 0 of their bits; two successive vectors of such. T: bf16 or Woven.
 template <class T> FN void store_halves(T *out, F a) {
-    const H h = __builtin_convertvector(f_to_bits(a) >> 16, H);
+    const H h = lanes_to<uint16_t>(f_to_bits(a) >> 16);
     store<H>(out, __is_same(T, Woven) ? weave(h) : h);
 }
 template <class T> FN void store_halves(T *out, F a, F b) {

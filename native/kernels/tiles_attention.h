@@ -72,7 +72,7 @@ template <int TILES> static void mix_matrix(const QueryTile *tile, const char *c
 }
 
 // Products with an int8 cache: 16-bit numbers are 256 · their upper byte + their lower one, so two products of bytes give the exact sum.
-FN F whole_sum(const int32_t *upper, const int32_t *lower) { return __builtin_convertvector((I)((load<U>(upper) << 8) + load<U>(lower)), F); }
+FN F whole_sum(const int32_t *upper, const int32_t *lower) { return lanes_to<float>((I)((load<U>(upper) << 8) + load<U>(lower))); }
 
 template <int TILES> static void score_bytes(const QueryTile *tile, const char *const *k, const char *const *next, int from, int to) {
     const int64_t dp = tile->dp, ld = pad64(dp);

@@ -110,7 +110,7 @@ template <int ID> static void quant_tiles(int rows, int np, const ActRows &act, 
 #pragma GCC unroll 2
             for (int p = 0; p < 2; p++) {
                 float *c = out + (p * BLOCK_ROWS + r) * LANES;
-                F t = __builtin_convertvector(load<I>(sums[p * 2] + r * LANES), F) * by * scale[p];
+                F t = lanes_to<float>(load<I>(sums[p * 2] + r * LANES)) * by * scale[p];
                 t = s == 0 ? F{} + t : load<F>(c) + t;
                 if constexpr (has_minimum(L)) t = t + minimum[p] * ((const float *)(row + a.sums))[s];
                 store<F>(c, t);

@@ -1,5 +1,5 @@
-// The vector types that kernels are written in. F, I, U have 16 lanes on every machine: the compiler maps them to
-// one, two or four registers, and the bits of IEEE add, multiply, divide and square root are the same on all.
+// The vector types that kernels are written in. F, I, U have 16 lanes on every machine, in one, two or four registers (wide.h),
+// and the bits of IEEE add, multiply, divide and square root are the same on all.
 // NF, NU are one register of this machine; only the product kernel uses them.
 #pragma once
 
@@ -10,12 +10,8 @@
 #else
 #define OCTAVO_WIDTH 4
 #endif
-#define FN static inline __attribute__((always_inline))
+#include "wide.h"
 
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint32_t U __attribute__((vector_size(64)));
-typedef uint16_t H __attribute__((vector_size(32)));
 typedef float NF __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 typedef uint32_t NU __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 constexpr int NV = LANES / OCTAVO_WIDTH;  // registers of a panel row
@@ -24,10 +20,25 @@ typedef uint16_t bf16;  // the upper half of a float32
 
 template <class V> FN V load(const void *p) {
     V v;
-    __builtin_memcpy(&v, p, sizeof v);
+    if constexpr (requires { V::registers; })
+        for (int i = 0; i < V::registers; i++) __builtin_memcpy(&v.r[i], (const char *)p + i * sizeof v.r[i], sizeof v.r[i]);
+    else
+        __builtin_memcpy(&v, p, sizeof v);
     return v;
 }
-template <class V> FN void store(void *p, V v) { __builtin_memcpy(p, &v, sizeof v); }
+template <class V> FN void store(void *p, V v) {
+    if constexpr (requires { V::registers; })
+        for (int i = 0; i < V::registers; i++) __builtin_memcpy((char *)p + i * sizeof v.r[i], &v.r[i], sizeof v.r[i]);
+    else
+        __builtin_memcpy(p, &v, sizeof v);
+}
+// A link of a chain of whole-number sums, which stays one: gcc would add up trees, and has too few registers for their leaves.
+template <class V> FN V chained(V sum) {
+#if defined(__AVX2__)
+    asm("" : "+v"(sum));
+#endif
+    return sum;
+}
 FN F splat(float x) { return x - F{}; }
 FN I isplat(int32_t x) { return x - I{}; }
 FN U usplat(uint32_t x) { return x - U{}; }
@@ -52,22 +63,22 @@ FN float sum_lanes(F v) {
     for (int i = 1; i < LANES; i++) s += v[i];
     return s;
 }
-FN F max_keep(F best, F x) { return x > best ? x : best; }  // NaN in x never wins
+FN F max_keep(F best, F x) { return pick(x > best, x, best); }  // NaN in x never wins
 FN float max_lanes(F v) {  // of numbers: the order has no influence but on the sign of a zero
-    v = max_keep(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    v = max_keep(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    v = max_keep(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    v = max_keep(v, shuffled<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v));
+    v = max_keep(v, shuffled<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11>(v, v));
+    v = max_keep(v, shuffled<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(v, v));
     return v[1] > v[0] ? v[1] : v[0];
 }
 // Of whole numbers, whose order has no influence at all.
 template <class Both> FN int32_t fold_lanes(I v, Both both) {
-    v = both(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    v = both(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    v = both(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    return both(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
+    v = both(v, shuffled<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v));
+    v = both(v, shuffled<4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11>(v, v));
+    v = both(v, shuffled<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(v, v));
+    return both(v, shuffled<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(v, v))[0];
 }
 FN int32_t max_lanes(I v) {
-    return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return a > b ? a : b; });
+    return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return pick(a > b, a, b); });
 }
 FN int32_t sum_lanes(I v) {
     return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return (I)((U)a + (U)b); });  // of rows that hold no numbers they may wrap
@@ -79,8 +90,8 @@ FN U round_bits(F x) {
     U u = f_to_bits(x);
     U r = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
     U mag = u & 0x7fffffffu;
-    r = (U)((I)(r & 0x7fffffffu) >= isplat(0x21800000) ? (I)r : I{});
-    return (U)((I)mag > isplat(0x7f800000) ? isplat(0x7fc00000) : (I)r);
+    r = pick((I)(r & 0x7fffffffu) >= isplat(0x21800000), r, U{});
+    return pick((I)mag > isplat(0x7f800000), usplat(0x7fc00000), r);
 }
 FN uint32_t round_bits1(uint32_t u) {
     uint32_t mag = u & 0x7fffffffu;
@@ -90,9 +101,9 @@ FN uint32_t round_bits1(uint32_t u) {
 }
 
 // Reading and writing act values, and rounding to act, for E = bf16 or float.
-FN F load_act(const bf16 *p) { return bits_to_f(__builtin_convertvector(load<H>(p), U) << 16); }
+FN F load_act(const bf16 *p) { return bits_to_f(lanes_to<uint32_t>(load<H>(p)) << 16); }
 FN F load_act(const float *p) { return load<F>(p); }
-FN void store_act(bf16 *p, F x) { store<H>(p, __builtin_convertvector(round_bits(x) >> 16, H)); }
+FN void store_act(bf16 *p, F x) { store<H>(p, lanes_to<uint16_t>(round_bits(x) >> 16)); }
 FN void store_act(float *p, F x) { store<F>(p, x); }
 FN float get_act(bf16 x) { return as_float((uint32_t)x << 16); }
 FN float get_act(float x) { return x; }
@@ -115,8 +126,8 @@ template <bool SMALL> FN F exp_of(F x) {
 #if defined(__AVX512F__)
     const F y = x;  // what lies outside ends as 0 or infinity below, whatever comes before
 #else
-    F y = x < splat(-88.0f) ? splat(-88.0f) : x;
-    if (!SMALL) y = y > splat(89.0f) ? splat(89.0f) : y;
+    F y = pick(x < splat(-88.0f), splat(-88.0f), x);
+    if (!SMALL) y = pick(y > splat(89.0f), splat(89.0f), y);
 #endif
     F t = y * 1.44269504f + 12582912.0f;  // the sum's last bits are the nearest whole number
     F k = t - 12582912.0f;
@@ -141,9 +152,9 @@ template <bool SMALL> FN F exp_of(F x) {
         p = p * (F)((n - half + 127) << 23);
     }
 #endif
-    p = x < splat(-87.33654f) ? F{} : p;
+    p = pick(x < splat(-87.33654f), F{}, p);
     if (SMALL) return p;
-    return x > splat(88.72283f) ? splat(INF) : p;
+    return pick(x > splat(88.72283f), splat(INF), p);
 }
 FN F exp16(F x) { return exp_of<false>(x); }
 FN F exp_small(F x) { return exp_of<true>(x); }

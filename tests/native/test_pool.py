@@ -278,4 +278,4 @@ def test_nothing_is_lost():
     until = time.monotonic() + 10  # whoever made pages ready for a store is told that it is gone, and ends by itself
     while threads() > before and time.monotonic() < until:
         time.sleep(0.01)
-    assert threads() == before and megabytes() - settled < 40
+    assert threads() <= before and megabytes() - settled < 40  # threads of an earlier test may have ended meanwhile
