@@ -26,52 +26,49 @@
 
 // Products of one tile without matrix units. `next` (or null), here and below: the blocks that are read after this partition, fetched meanwhile.
 template <class E, class S> static void score_tile(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to) {
-    for (int r = 0; r < tile.rows; r += MAX_ROWS) {
-        const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
+    constexpr int most = Stored<S>::integer ? DOT_ROWS : MAX_ROWS;
+    for (int r = 0; r < tile.rows; r += most) {
+        const int n = tile.rows - r < most ? tile.rows - r : most;
         const char *const *ahead = r == 0 ? next : nullptr;
-        if constexpr (Stored<S>::integer) {
-            with_rows<MAX_ROWS>(n, [&]<int MR>() {
+        float *out = tile.scores + r * PARTITION;
+        with_rows<most>(n, [&]<int MR>() {
+            if constexpr (Stored<S>::integer) {
                 constexpr int blocks = OCTAVO_WIDTH < 16 ? 1 : MR <= 4 ? 4 : 2;
                 const int32_t *q = tile.qi + r * tile.dp / 2;
-                float *out = tile.scores + r * PARTITION;
                 int j = from;
                 for (; j + blocks <= to; j += blocks) dot_scores<S, MR, blocks>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, PARTITION);
                 for (; j < to; j++) dot_scores<S, MR, 1>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, PARTITION);
-            });
-        } else {
-            for (int j = from; j < to; j++) {
-                Fetch fetch;
-                if (ahead) fetch.ahead = ahead[j] - k[j];
-                product_rows<E>(n, 1, queries<E, S>(tile) + r * tile.dp, tile.dp, (const S *)k[j], 0, tile.dp, fetch,
-                                tile.scores + r * PARTITION + j * TOKENS, 0, PARTITION);
+            } else {
+                scores<E, S, MR>(queries<E, S>(tile) + r * tile.dp, tile.dp, k + from, ahead ? ahead + from : ahead, to - from, tile.dp, out + from * TOKENS, PARTITION);
             }
-        }
+        });
     }
 }
 
 template <class E, class S> static void mix_tile(const QueryTile &tile, const char *const *k, const char *const *next, int from, int to, float *out) {
+    constexpr int most = Stored<S>::integer ? DOT_ROWS : MAX_ROWS;
     const int64_t dp = tile.dp, panel = kv_half<S>(LANES);
-    for (int r = 0; r < tile.rows; r += MAX_ROWS) {
-        const int n = tile.rows - r < MAX_ROWS ? tile.rows - r : MAX_ROWS;
+    for (int r = 0; r < tile.rows; r += most) {
+        const int n = tile.rows - r < most ? tile.rows - r : most;
         const char *const *ahead = r == 0 ? next : nullptr;
-        if constexpr (Stored<S>::integer) {
-            with_rows<MAX_ROWS>(n, [&]<int MR>() {
-                const int32_t *p = (const int32_t *)tile.scores + r * PARTITION + from * TOKENS / 2;
-                const auto mix_panels = [&]<int NP>(int64_t c) {
-                    dot_mix<S, MR, NP>(p, PARTITION, k + from, ahead ? ahead + from : ahead, kv_half<S>(dp) + c / LANES * panel, to - from,
-                                       tile.factor + r, out + r * dp + c, dp);
-                };
-                constexpr int panels = OCTAVO_WIDTH == 16 && MR <= 4 ? 4 : 2;
-                int64_t c = 0;
-                for (; c + panels * LANES <= dp; c += panels * LANES) mix_panels.template operator()<panels>(c);
-                for (; c < dp; c += 2 * LANES) mix_panels.template operator()<2>(c);
-            });
-        } else {
-            const auto *p = (const Operand<E, S> *)(tile.scores + r * PARTITION) + from * TOKENS;
-            for (int64_t c = 0; c < dp; c += LANES)
-                mix_rows<E, S>(n, p, PARTITION * 4 / sizeof *p, k + from, ahead ? ahead + from : ahead,
-                               kv_half<S>(dp) + c / LANES * panel, to - from, out + r * dp + c, dp);
-        }
+        with_rows<most>(n, [&]<int MR>() {
+            const auto mix_panels = [&]<int NP>(int64_t c) {
+                const char *const *v = k + from, *const *then = ahead ? ahead + from : ahead;
+                const int64_t offset = kv_half<S>(dp) + c / LANES * panel;
+                if constexpr (Stored<S>::integer) {
+                    const int32_t *p = (const int32_t *)tile.scores + r * PARTITION + from * TOKENS / 2;
+                    dot_mix<S, MR, NP>(p, PARTITION, v, then, offset, to - from, tile.factor + r, out + r * dp + c, dp);
+                } else {
+                    const auto *p = (const Operand<E, S> *)(tile.scores + r * PARTITION) + from * TOKENS;
+                    mix<E, S, MR, NP>(p, PARTITION * 4 / sizeof *p, v, then, offset, panel, to - from, out + r * dp + c, dp);
+                }
+            };
+            constexpr int least = Stored<S>::integer ? 2 : 1;  // Dp is a multiple of 32
+            constexpr int panels = !Stored<S>::integer ? (OCTAVO_WIDTH < 16 && MR == 1 ? 2 : 1) : OCTAVO_WIDTH == 16 && MR <= 4 ? 4 : 2;
+            int64_t c = 0;
+            for (; c + panels * LANES <= dp; c += panels * LANES) mix_panels.template operator()<panels>(c);
+            for (; c < dp; c += least * LANES) mix_panels.template operator()<least>(c);
+        });
     }
 }
 

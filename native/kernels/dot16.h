@@ -6,7 +6,6 @@
 #pragma once
 
 typedef int16_t NS __attribute__((vector_size(OCTAVO_WIDTH * 4)));
-typedef int32_t NI __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 
 // For each lane of 32 bits, acc and the products of its two words. Sums that count fit; those of spare rows, whose results are thrown away,
 // may wrap, so they are unsigned.
@@ -49,6 +48,8 @@ template <> struct Codes<Int4> {
         w[0] = (x << 12) >> 12, w[1] = (x << 4) >> 12, w[2] = (x << 8) >> 12, w[3] = x >> 12;
     }
 };
+
+constexpr int DOT_ROWS = OCTAVO_WIDTH == 16 ? 8 : OCTAVO_WIDTH == 8 ? 4 : 2;  // rows whose sums fit the registers
 
 // Scores: out[row · ldo + 16·block] = q · K of NB blocks, as float32. q: [MR][ldq] pairs. `next` (or null), here and below: the
 // blocks whose same part is fetched into the second cache meanwhile.
@@ -107,10 +108,4 @@ static __attribute__((noinline)) void dot_mix(const int32_t *p, int64_t ldp, con
         for (int r = 0; r < MR; r++)
             for (int w = 0; w < NV; w++)
                 store<NF>(out + r * ldo + c * LANES + w * OCTAVO_WIDTH, __builtin_convertvector(acc[c][r][w], NF) * nsplat(factor[r]));
-}
-
-// Calls f with the number of rows as a constant.
-template <int MR, class Call> FN void with_rows(int rows, Call &&f) {
-    if (rows == MR) return f.template operator()<MR>();
-    if constexpr (MR > 1) with_rows<MR - 1>(rows, f);
 }

@@ -13,20 +13,25 @@ FN void store_gated(float *out, F gate, F up) { store<F>(out, gated(gate, up)); 
 // not usual (zero, tiny, infinite, no number), the long way is gone.
 FN void store_gated(bf16 *out, F gate, F up) {
 #if defined(__AVX512F__)
-    const auto fma = [](F a, F b, F c) __attribute__((always_inline)) { return (F)fused((NF)a, (NF)b, (NF)c); };
-    const F k = fma(gate, splat(-1.44269504f), splat(12582912.0f)) - 12582912.0f, x = fma(k, splat(-0.693147180f), -gate);
-    F q = fma(x, splat(8.31247769e-3f), splat(4.18905501e-2f));
-    q = fma(q, x, splat(0.166671163f));
-    q = fma(q, x, splat(0.499992288f));
-    q = fma(q, x, splat(1.0f));
-    q = fma(q, x, splat(1.0f));
-    q = (F)_mm512_maskz_scalef_ps((__mmask16)-1, (__m512)q, (__m512)k) + 1.0f;
-    const F rough = (F)_mm512_maskz_rcp14_ps((__mmask16)-1, (__m512)q), inverse = fma(rough, fma(-q, rough, splat(1.0f)), rough);
+    const F k = fused(gate, splat(-1.44269504f), splat(12582912.0f)) - 12582912.0f, x = fused(k, splat(-0.693147180f), -gate);
+    const F q = (F)_mm512_maskz_scalef_ps((__mmask16)-1, (__m512)exp_short(x), (__m512)k) + 1.0f;
+    const F rough = (F)_mm512_maskz_rcp14_ps((__mmask16)-1, (__m512)q), inverse = fused(rough, fused(-q, rough, splat(1.0f)), rough);
     const U u = f_to_bits(gate * inverse * up);
     const __mmask16 far = _mm512_cmpgt_epu32_mask((__m512i)(f_to_bits(gate) & 0x7fffffffu), _mm512_set1_epi32(0x42a00000));                // 80
     const __mmask16 odd = _mm512_cmpgt_epu32_mask((__m512i)((u & 0x7fffffffu) - 0x21800000u), _mm512_set1_epi32(0x7f000000 - 0x21800000));  // 2^-60, 2^127
     const __mmask16 close = _mm512_cmple_epu32_mask((__m512i)((u & 0xffffu) - 0x7fe8u), _mm512_set1_epi32(48));
     if (__builtin_expect((far | odd | close) == 0, 1)) return store<H>(out, lanes_to<uint16_t>((u + 0x8000u) >> 16));
+#elif defined(__AVX2__)
+    U u;
+    NU other = {};
+    for (int i = 0; i < F::registers; i++) {
+        const NF g = gate.r[i], t = fused(g, nsplat(-1.44269504f), nsplat(12582912.0f)), k = t - 12582912.0f;
+        const NF q = (NF)((NU)exp_short(fused(k, nsplat(-0.693147180f), -g)) + ((NU)t << 23)) + 1.0f;
+        const NU y = u.r[i] = (NU)(g / q * up.r[i]);
+        const NI size = (NI)(y & 0x7fffffffu), rest = (NI)(y & 0xffffu);
+        other |= (NU)((NI)((NU)g & 0x7fffffffu) > 0x42a00000) | (NU)(size < 0x21800000) | (NU)(size > 0x7f000000) | (NU)((rest >= 0x7fe8) & (rest <= 0x7fe8 + 48));
+    }
+    if (__builtin_expect(none(other), 1)) return store<H>(out, lanes_to<uint16_t>((u + 0x8000u) >> 16));
 #endif
     store_act(out, gated(gate, up));
 }

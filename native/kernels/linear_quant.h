@@ -122,14 +122,14 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
     const int unit = op.n[3] == EPI_SILU_MUL ? 2 : 1;
     const char *rows = (const char *)op.p[7] + part.row0 * bytes;
     const uint8_t *w = (const uint8_t *)op.p[1];
-    float acc[4 * QUANT_ROWS * LANES] __attribute__((aligned(64)));
+    float acc[4 * DOT_ROWS * LANES] __attribute__((aligned(64)));
     // Rows `from` … `to` times np panels from p on. Meanwhile the `more` panels from `then` on are fetched, which this thread reads next.
     const auto compute = [&](int64_t from, int64_t to, int64_t p, int np, int64_t then, int64_t more) {
-        Fetch next = fetch_beside(w + then * stride, more * stride, w + p * stride, np, (to - from + QUANT_ROWS - 1) / QUANT_ROWS, kp);
-        for (int64_t r = from; r < to; r += QUANT_ROWS) {
-            const int n = to - r < QUANT_ROWS ? (int)(to - r) : QUANT_ROWS;
-            QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, next, acc, QUANT_ROWS * LANES);
-            finish<E>(op, part.row0 + r, n, first + p, np, acc, QUANT_ROWS * LANES);
+        Fetch next = fetch_beside(w + then * stride, more * stride, w + p * stride, np, (to - from + DOT_ROWS - 1) / DOT_ROWS, kp);
+        for (int64_t r = from; r < to; r += DOT_ROWS) {
+            const int n = to - r < DOT_ROWS ? (int)(to - r) : DOT_ROWS;
+            QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, next, acc, DOT_ROWS * LANES);
+            finish<E>(op, part.row0 + r, n, first + p, np, acc, DOT_ROWS * LANES);
         }
     };
     if (part.rows <= FEW_ROWS) {  // memory speed decides: every thread reads its share of the panels once, all rows ride along

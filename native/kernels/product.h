@@ -15,6 +15,20 @@ FN NF fused(NF a, NF b, NF c) { return a * b + c; }
 constexpr int MAX_ROWS = 2;
 #endif
 
+// exp of a small r, |r| ≤ ln2 / 2, in fused steps: less exact than exp_of's, for where a few units in the last place seldom decide.
+#if defined(__AVX2__)
+FN NF exp_short(NF r) {
+    NF q = fused(r, nsplat(8.31247769e-3f), nsplat(4.18905501e-2f));
+    q = fused(q, r, nsplat(0.166671163f));
+    q = fused(q, r, nsplat(0.499992288f));
+    q = fused(q, r, nsplat(1.0f));
+    return fused(q, r, nsplat(1.0f));
+}
+#endif
+#if OCTAVO_WIDTH == 8
+FN bool none(NU flags) { return _mm256_testz_si256((__m256i)flags, (__m256i)flags); }
+#endif
+
 // The stored type S of a panel says how its values become float32; the act type E, whether their products are exact.
 template <class S> struct Panel;
 template <> struct Panel<bf16> {  // a row of pairs: [16][2]
@@ -194,35 +208,44 @@ static void product_rows(int rows, int np, const A *a, int64_t lda, const S *b, 
 #undef OCTAVO_FLY
 }
 
-// Products over tokens: out[row·ldo + 16] = Σ over n blocks of p[row][16·block …] · v[block] (a panel of 16 tokens × 16 dims,
-// `offset` bytes behind v[block]). `next` (or null): the blocks whose same part is fetched into the second cache meanwhile.
+// Scores: out[row·ldo + 16·block] = q · K of n blocks, `FLY` of them at a time. `next` (or null), here and below: the blocks whose same
+// part is fetched into the second cache meanwhile.
 template <class E, class S, int MR, class A>
-static __attribute__((noinline)) void mix(const A *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out,
-                                          int64_t ldo) {
-    NF c[1][MR][NV] = {};
+static __attribute__((noinline)) void scores(const A *q, int64_t ldq, const char *const *k, const char *const *next, int n, int64_t kp, float *out,
+                                             int64_t ldo) {
+    constexpr int FLY = OCTAVO_WIDTH < 16 && MR == 1 ? 2 : 1;  // one row alone has too few chains
+    const auto blocks = [&]<int NP>(int j) __attribute__((always_inline)) {
+        NF c[NP][MR][NV] = {};
+        const S *b = (const S *)k[j];
+        const int64_t stride = NP == 1 ? 0 : (const S *)k[j + NP - 1] - b, ahead = next ? next[j] - k[j] : 0;
+        for (int64_t i = 0; i < kp; i += KBLOCK) group<E, MR, NP, KBLOCK>(c, q + i, ldq, b + i * LANES, stride, ahead);
+        for (int p = 0; p < NP; p++)
+            for (int r = 0; r < MR; r++)
+                for (int v = 0; v < NV; v++) store<NF>(out + r * ldo + (j + p) * TOKENS + v * OCTAVO_WIDTH, c[p][r][v]);
+    };
+    int j = 0;
+    for (; j + FLY <= n; j += FLY) blocks.template operator()<FLY>(j);
+    for (; j < n; j++) blocks.template operator()<1>(j);
+}
+
+// Products over tokens: out[row·ldo + 16·panel] = Σ over n blocks of p[row][16·block …] · v[block] (NP panels of 16 tokens × 16 dims,
+// `offset` bytes behind v[block], `panel` bytes apart).
+template <class E, class S, int MR, int NP, class A>
+static __attribute__((noinline)) void mix(const A *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int64_t panel, int n,
+                                          float *out, int64_t ldo) {
+    NF c[NP][MR][NV] = {};
     for (int j = 0; j < n; j++) {
         if (next)
-            for (int64_t at = 0; at < TOKENS * LANES * (int64_t)sizeof(S); at += 64) __builtin_prefetch(next[j] + offset + at, 0, 2);
-        group<E, MR, 1, TOKENS>(c, p + j * TOKENS, ldp, (const S *)(v[j] + offset), 0);
+            for (int64_t at = 0; at < NP * TOKENS * LANES * (int64_t)sizeof(S); at += 64) __builtin_prefetch(next[j] + offset + at, 0, 2);
+        group<E, MR, NP, TOKENS>(c, p + j * TOKENS, ldp, (const S *)(v[j] + offset), panel / (int64_t)sizeof(S));
     }
-    for (int r = 0; r < MR; r++)
-        for (int w = 0; w < NV; w++) store<NF>(out + r * ldo + w * OCTAVO_WIDTH, c[0][r][w]);
+    for (int i = 0; i < NP; i++)
+        for (int r = 0; r < MR; r++)
+            for (int w = 0; w < NV; w++) store<NF>(out + r * ldo + i * LANES + w * OCTAVO_WIDTH, c[i][r][w]);
 }
-template <class E, class S, class A>
-static void mix_rows(int rows, const A *p, int64_t ldp, const char *const *v, const char *const *next, int64_t offset, int n, float *out, int64_t ldo) {
-    switch (rows) {
-        case 1: mix<E, S, 1>(p, ldp, v, next, offset, n, out, ldo); break;
-        case 2: mix<E, S, 2>(p, ldp, v, next, offset, n, out, ldo); break;
-#if OCTAVO_WIDTH >= 8
-        case 3: mix<E, S, 3>(p, ldp, v, next, offset, n, out, ldo); break;
-#endif
-#if OCTAVO_WIDTH == 16
-        case 4: mix<E, S, 4>(p, ldp, v, next, offset, n, out, ldo); break;
-        case 5: mix<E, S, 5>(p, ldp, v, next, offset, n, out, ldo); break;
-        case 6: mix<E, S, 6>(p, ldp, v, next, offset, n, out, ldo); break;
-        case 7: mix<E, S, 7>(p, ldp, v, next, offset, n, out, ldo); break;
-        case 8: mix<E, S, 8>(p, ldp, v, next, offset, n, out, ldo); break;
-#endif
-        default: __builtin_trap();
-    }
+
+// Calls f with the number of rows as a constant.
+template <int MR, class Call> FN void with_rows(int rows, Call &&f) {
+    if (rows == MR) return f.template operator()<MR>();
+    if constexpr (MR > 1) with_rows<MR - 1>(rows, f);
 }

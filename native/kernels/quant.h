@@ -305,9 +305,8 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
             for (int v = 0; v < NV; v++) store<NF>(out + p * out_stride + r * LANES + v * OCTAVO_WIDTH, c[p][r][v]);
 }
 
-// The same for `np` panels in a row and up to QUANT_ROWS rows. Rows between the sizes compiled are computed as the next
+// The same for `np` panels in a row and up to DOT_ROWS rows. Rows between the sizes compiled are computed as the next
 // size: the rows behind the last are read from spare memory, and their results are thrown away.
-constexpr int QUANT_ROWS = OCTAVO_WIDTH == 16 ? 8 : OCTAVO_WIDTH == 8 ? 4 : 2;
 template <int ID>
 static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int64_t stride, int64_t kp, Fetch &next, float *out,
                        int64_t out_stride) {

@@ -6,21 +6,26 @@
 // gone. All x were tried (tests/ops/test_native_rows.py: a part of them). A NaN stays one, with any bits.
 FN F exp_rounded(F x) {
 #if defined(__AVX512F__)
-    const auto fma = [](F a, F b, F c) { return (F)fused((NF)a, (NF)b, (NF)c); };
     const F y = (F)_mm512_maskz_max_ps((__mmask16)-1, _mm512_set1_ps(-64.0f), (__m512)x);  // of a NaN and a number, the second; exp(-64) is rounded to 0
-    const F t = fma(y, splat(1.44269504f), splat(12582912.0f));       // the sum's last bits are the nearest whole number, as in exp_of
-    const F r = fma(t - 12582912.0f, splat(-0.693147180f), y);
-    F q = fma(r, splat(8.31247769e-3f), splat(4.18905501e-2f));
-    q = fma(q, r, splat(0.166671163f));
-    q = fma(q, r, splat(0.499992288f));
-    q = fma(q, r, splat(1.0f));
-    q = fma(q, r, splat(1.0f));
+    const F t = fused(y, splat(1.44269504f), splat(12582912.0f));  // the sum's last bits are the nearest whole number, as in exp_of
+    const F q = exp_short(fused(t - 12582912.0f, splat(-0.693147180f), y));
     const U u = f_to_bits(q) + (f_to_bits(t) << 23);
     const __m512i near = (__m512i)((u + 0x8008u) & 0xfff0u);  // 0: within 8 of the middle between two bfloat16
     if (__builtin_expect(_mm512_testn_epi32_mask(near, near) == 0, 1)) {
         const U p = (u + 0x8000u) & 0xffff0000u;
         return bits_to_f(u >= usplat(0x217f8000u) ? p : U{});  // which is rounded to 2^-60, the least that counts
     }
+#elif defined(__AVX2__)
+    F p;
+    NU close = {};
+    for (int i = 0; i < F::registers; i++) {
+        const NF y = (NF)_mm256_max_ps(_mm256_set1_ps(-64.0f), (__m256)x.r[i]);
+        const NF t = fused(y, nsplat(1.44269504f), nsplat(12582912.0f));
+        const NU u = (NU)exp_short(fused(t - 12582912.0f, nsplat(-0.693147180f), y)) + ((NU)t << 23);
+        close |= (NU)(((u + 0x8008u) & 0xfff0u) == 0);
+        p.r[i] = (NF)(((u + 0x8000u) & 0xffff0000u) & (NU)(u >= 0x217f8000u));
+    }
+    if (__builtin_expect(none(close), 1)) return p;
 #endif
     return bits_to_f(round_bits(exp_small(x)));
 }

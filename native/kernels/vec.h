@@ -1,6 +1,6 @@
 // The vector types that kernels are written in. F, I, U have 16 lanes on every machine, in one, two or four registers (wide.h),
 // and the bits of IEEE add, multiply, divide and square root are the same on all.
-// NF, NU are one register of this machine; only the product kernel uses them.
+// NF, NU, NI are one register of this machine.
 #pragma once
 
 #if defined(__AVX512F__)
@@ -14,6 +14,7 @@
 
 typedef float NF __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 typedef uint32_t NU __attribute__((vector_size(OCTAVO_WIDTH * 4)));
+typedef int32_t NI __attribute__((vector_size(OCTAVO_WIDTH * 4)));
 constexpr int NV = LANES / OCTAVO_WIDTH;  // registers of a panel row
 
 typedef uint16_t bf16;  // the upper half of a float32
