@@ -259,7 +259,7 @@ PyObject *pool_exp(PyObject *o, PyObject *args) {
 struct Probe {
     Pool *pool;
     const char *data;  // to read; null: products in registers
-    bool codes;        // of bytes
+    int bits;          // of whole numbers of so many bits; 0: of float32 or bfloat16
     int64_t amount;    // bytes, or rounds
     std::atomic<int64_t> operations{0};
     std::atomic<uint64_t> sink{0};
@@ -274,22 +274,22 @@ void probe_share(void *arg, int thread) {
         p.operations += each;
     } else {
         float registers[16] = {1};
-        p.operations += (p.codes ? k->probe_codes : k->probe_products)(p.amount, registers);
+        p.operations += p.bits ? k->probe_codes(p.amount, registers, p.bits) : k->probe_products(p.amount, registers);
     }
     k->leave();
 }
-// probe(address, bytes): reads memory; probe(0, rounds, codes=False): products in registers. Returns (bytes or operations, seconds).
+// probe(address, bytes): reads memory; probe(0, rounds, bits=0): products in registers, of quantized weights of so many bits, or (0) of numbers. Returns (bytes or operations, seconds).
 PyObject *pool_probe(PyObject *o, PyObject *args) {
     unsigned long long address;
     long long amount;
-    int codes = 0;
-    if (!PyArg_ParseTuple(args, "KL|p", &address, &amount, &codes)) return nullptr;
+    int bits = 0;
+    if (!PyArg_ParseTuple(args, "KL|i", &address, &amount, &bits)) return nullptr;
     if (amount < 0) {
         PyErr_SetString(PyExc_ValueError, "probe: the amount is negative");
         return nullptr;
     }
     Probe probe;
-    probe.pool = ((PoolObject *)o)->pool, probe.data = (const char *)address, probe.codes = codes != 0, probe.amount = amount;
+    probe.pool = ((PoolObject *)o)->pool, probe.data = (const char *)address, probe.bits = bits, probe.amount = amount;
     try {
         probe.pool->revive();
     } catch (...) {

@@ -130,7 +130,7 @@ struct Kernels {
     uint64_t (*sum)(const uint32_t *q, int64_t n);
     void (*exp_test)(float *dst, const float *x, int64_t n, bool rounded);  // exp, or softmax's (x ≤ 0), for tests
     int64_t (*probe_products)(int64_t rounds, float *sink);            // ceilings to measure against: kernels/probe.h
-    int64_t (*probe_codes)(int64_t rounds, float *sink);
+    int64_t (*probe_codes)(int64_t rounds, float *sink, int bits);
     uint64_t (*probe_read)(const char *data, int64_t bytes);
     uint64_t (*checksum)(const char *data, int64_t bytes);             // kernels/checksum.h
 };

@@ -42,23 +42,40 @@ static int64_t probe_products(int64_t rounds, float *sink) {
 #endif
 }
 
-// One step of products of bytes in a register: four in each lane of 32 bits.
+// One step of products of quantized weights in a register, as kernels/quant.h takes them: in codes of fewer than 8 bits (FEW), or of 8.
+// `a` is made unknown each time: a product of the same two would be computed once.
 #if defined(__AVX512VNNI__)
-FN NU probe_bytes(NU acc, NU a, NU b) { return (NU)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
-constexpr int PROBE_BYTES = 4;
-#elif defined(__AVX512BW__)  // without VNNI, in pairs of 16 bits
-FN NU probe_bytes(NU acc, NU a, NU b) { return acc + (NU)_mm512_madd_epi16((__m512i)(a ^ acc), (__m512i)b); }
-constexpr int PROBE_BYTES = 2;
+template <bool FEW> FN NU probe_bytes(NU acc, NU &a, NU b) { return (NU)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
+template <bool FEW> constexpr int PROBE_BYTES = 4;
 #elif defined(__AVX2__)
-FN NU probe_bytes(NU acc, NU a, NU b) { return acc + (NU)_mm256_madd_epi16((__m256i)(a ^ acc), (__m256i)b); }
-constexpr int PROBE_BYTES = 2;
+template <bool FEW> FN NU probe_bytes(NU acc, NU &a, NU b) {
+    asm("" : "+v"(a));
+    if constexpr (FEW) {
+        int32_t act;
+        __builtin_memcpy(&act, &b, 4);
+        return (NU)chained((NS)acc + dot_bytes(a, act));
+    }
+    return (NU)dot_pairs((NI)acc, (NS)a, (NS)b);
+}
+template <bool FEW> constexpr int PROBE_BYTES = FEW ? 4 : 2;
 #else
-FN NU probe_bytes(NU acc, NU a, NU b) { return acc + (a ^ acc) * b; }
-constexpr int PROBE_BYTES = 1;
+template <bool FEW> FN NU probe_bytes(NU acc, NU &a, NU b) { return (NU)dot_pairs((NI)(acc ^ a), (NS)a, (NS)b); }
+template <bool FEW> constexpr int PROBE_BYTES = 2;
 #endif
+template <bool FEW> static int64_t probe_few(int64_t rounds, float *sink) {
+    constexpr int CHAINS = 12;
+    NU a = (NU)nsplat(sink[0]), c[CHAINS];
+    const NU b = (NU)nsplat(sink[1] + 1);
+    for (int j = 0; j < CHAINS; j++) c[j] = (NU)nsplat(sink[j]);
+    for (int64_t i = 0; i < rounds; i++)
+#pragma GCC unroll 12
+        for (int j = 0; j < CHAINS; j++) c[j] = probe_bytes<FEW>(c[j], a, b);
+    for (int j = 0; j < CHAINS; j++) sink[j] += (float)c[j][0];
+    return rounds * CHAINS * OCTAVO_WIDTH * PROBE_BYTES<FEW> * 2;
+}
 
-// As probe_products, for the whole-number products of quantized weights.
-static int64_t probe_codes(int64_t rounds, float *sink) {
+// As probe_products, for the whole-number products of quantized weights, whose codes have so many bits.
+static int64_t probe_codes(int64_t rounds, float *sink, int bits) {
 #if defined(OCTAVO_AMX) && defined(TILE_DOT_BYTES)
     TILE_ZERO(0);
     TILE_ZERO(1);
@@ -75,17 +92,10 @@ static int64_t probe_codes(int64_t rounds, float *sink) {
         TILE_DOT_BYTES(3, 5, 7);
     }
     sink[0] += 1;
+    (void)bits;
     return rounds * 4 * 16 * 16 * 64 * 2;
 #else
-    constexpr int CHAINS = 12;
-    const NU a = (NU)nsplat(sink[0]), b = (NU)nsplat(sink[1] + 1);
-    NU c[CHAINS];
-    for (int j = 0; j < CHAINS; j++) c[j] = (NU)nsplat(sink[j]);
-    for (int64_t i = 0; i < rounds; i++)
-#pragma GCC unroll 12
-        for (int j = 0; j < CHAINS; j++) c[j] = probe_bytes(c[j], a, b);
-    for (int j = 0; j < CHAINS; j++) sink[j] += (float)c[j][0];
-    return rounds * CHAINS * OCTAVO_WIDTH * PROBE_BYTES * 2;
+    return bits < 8 ? probe_few<true>(rounds, sink) : probe_few<false>(rounds, sink);
 #endif
 }
 

@@ -76,11 +76,11 @@ def test_the_work_of_a_step_counts_weights_once_and_every_product(rig: Rig) -> N
     kv_token = 2 * spec.num_layers * spec.num_kv_heads * 32 * act  # a head of 16 takes 32 in the cache
     for items, heads in (([(0, 100, True)], 1), ([(99, 1, True), (7, 1, True)], 2), ([(16, 30, False)], 0)):
         tokens = sum(count for _, count, _ in items)
-        nbytes, operations, codes = rig.work.of(plan(*items))
+        nbytes, operations, *codes = rig.work.of(plan(*items))
         context = sum(start + count for start, count, _ in items)
         pairs = sum(start + i + 1 for start, count, _ in items for i in range(count))
         assert nbytes == act * (layers + (d * v if heads else -behind) + tokens * d) + context * kv_token
-        assert operations == 2 * (tokens * (layers - behind) + heads * (behind + d * v)) + 4 * spec.num_layers * o * pairs and codes == 0
+        assert operations == 2 * (tokens * (layers - behind) + heads * (behind + d * v)) + 4 * spec.num_layers * o * pairs and codes == [0, 0]
     many = StepPlan(0, [PlanItem(0, 0, 0, [0] * 100, True, score_from=0, score_to=99)])
     assert rig.work.of(many)[0] - rig.work.of(plan((0, 100, True)))[0] == act * d * v  # two tiles of rows: the head's matrix twice
 
@@ -100,11 +100,12 @@ def test_steps_add_up_to_the_load(rig: Rig) -> None:
 
 
 def test_a_floor_is_the_worse_of_two() -> None:
-    ceilings = Ceilings(10.0, 100.0, 400.0)
+    ceilings = Ceilings(10.0, 100.0, 400.0, 800.0)
+    assert ceilings.floor(Amount(20, 500, 800, 800)) == 8
     assert ceilings.floor(Amount(20, 100, 0)) == 2 and ceilings.floor(Amount(20, 500, 0)) == 5 and ceilings.floor(Amount(20, 500, 800)) == 7
-    ops = [OpInfo("linear", "T", 10, 30), OpInfo("linear", "T", 10, 30, codes=True)]
+    ops = [OpInfo("linear", "T", 10, 30), OpInfo("linear", "T", 10, 30, 8), OpInfo("linear", "T", 10, 30, 4)]
     work = Work(ops, SimpleNamespace(windows=(), num_layers=1), 0)
-    assert work.of(plan((0, 3, True))) == Amount(20, 180, 180)
+    assert work.of(plan((0, 3, True))) == Amount(30, 180, 180, 180)
 
 
 def test_mean_profile_of_steps_of_different_sizes() -> None:

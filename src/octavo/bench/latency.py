@@ -90,7 +90,7 @@ def op_table(rig: Rig, ops: list[OpTime], title: str) -> tuple[list[dict[str, An
     for op in sorted(ops, key=lambda op: -op.seconds):
         if op.seconds == 0:
             continue
-        floor, operations = ceilings.floor(op.work), op.work.operations + op.work.codes
+        floor, operations = ceilings.floor(op.work), sum(op.work) - op.work.nbytes
         records.append({"op": op.name, "seconds": op.seconds, "roofline": floor / op.seconds, **op.work._asdict()})
         rows.append((
             op.name, f"{1e3 * op.seconds:.3f}", f"{100 * op.seconds / total:.1f} %",

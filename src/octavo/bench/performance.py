@@ -176,7 +176,8 @@ def _grouped(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
         ceilings = each["ceilings"]
         rates = "" if ceilings is None else (
             f"; reading {ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s, products {ceilings['operations_per_second'] / 1e9:.0f} GFLOP/s, "
-            f"of bytes {ceilings['codes_per_second'] / 1e9:.0f} Gop/s")
+            f"of codes {ceilings['codes_per_second'] / 1e9:.0f} Gop/s"
+            + (f", of fewer bits {few / 1e9:.0f}" if (few := ceilings.get("few_bits_per_second", 0.0)) > 1.1 * ceilings["codes_per_second"] else ""))
         key = f"{each['config']['model']['model']}, {threads} threads of {machine['cpu']}, {machine['isa']}, {commit}"
         groups.setdefault(key, []).append(each | {"rates": rates})
     for key, group in groups.items():

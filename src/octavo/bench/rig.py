@@ -131,7 +131,7 @@ class Rig:
         ceilings = self.ceilings()
         measured = None if ceilings is None else {
             "read_bytes_per_second": ceilings.bytes_per_second, "operations_per_second": ceilings.operations_per_second,
-            "codes_per_second": ceilings.codes_per_second}
+            "codes_per_second": ceilings.codes_per_second, "few_bits_per_second": ceilings.few_bits_per_second}
         return {"benchmark": benchmark, **result.head(self.llm.config), "weight_bytes": self.weight_bytes, "ceilings": measured}
 
 
@@ -153,4 +153,5 @@ def ceilings_line(ceilings: Ceilings | None) -> str:
     if ceilings is None:
         return "No ceilings: they are of the native kernels.\n"
     return (f"Ceilings in this process, all threads (medians): reading {ceilings.bytes_per_second / 1e9:.1f} GB/s, "
-            f"products in registers {ceilings.operations_per_second / 1e9:.0f} GFLOP/s, of bytes {ceilings.codes_per_second / 1e9:.0f} Gop/s.\n")
+            f"products in registers {ceilings.operations_per_second / 1e9:.0f} GFLOP/s, "
+            f"of codes of 8 bits {ceilings.codes_per_second / 1e9:.0f} Gop/s, of fewer {ceilings.few_bits_per_second / 1e9:.0f}.\n")

@@ -90,8 +90,8 @@ class Work:
     def _op(self, op: Any, tokens: int, rows: int) -> Amount:
         count = tokens if op.rows == "T" else rows
         passes = tokens if op.name == "embed" else -(-rows // TILE) if op.rows == "tile" else min(count, 1)
-        operations = 2.0 * op.products * count
-        return Amount(op.weight_bytes * passes, 0.0, operations) if op.codes else Amount(op.weight_bytes * passes, operations)
+        kind = "operations" if op.bits == 0 else "codes" if op.bits >= 8 else "few_bits"
+        return Amount(op.weight_bytes * passes)._replace(**{kind: 2.0 * op.products * count})
 
     def _attention(self, plan: StepPlan) -> Amount:
         s, nbytes, operations = self.spec, 0.0, 0.0

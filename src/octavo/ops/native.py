@@ -124,6 +124,7 @@ class NativeProvider:
         self.quantization = quantization
         self.weight_bytes = 0
         self.layouts = {layout[0]: (number, layout[-1]) for number, layout in enumerate(_native.layouts())}  # number, block of a stored type
+        self.bits = [layout[1] for layout in _native.layouts()]  # of a layout's codes, by its number; 0: numbers
         self.layout_bytes = _native.layout_bytes
         self.packed: dict[str, tuple[int, int, int]] = {}  # by layout: matrices, weights, bytes
         self.new_memory = _native.Memory

@@ -90,7 +90,7 @@ class OpInfo:
     rows: str  # T | R | tile: what it is done for
     weight_bytes: int = 0  # packed weights that it reads (embed: of a row)
     products: int = 0  # multiply-adds for a row
-    codes: bool = False  # they are of bytes: weights and activations are quantized
+    bits: int = 0  # of codes, where weights and activations are quantized; 0: products of numbers
 
 
 @dataclass(slots=True)
@@ -388,7 +388,7 @@ class Recorder:
 
     def _linear_info(self, name: str, rows: str, weight: Matrix, panels: Panels) -> OpInfo:
         share = panels.count * 16 if len(weight.pieces) > 1 else weight.n
-        return OpInfo(f"{name} {weight.k}→{share}", rows, panels.nbytes, weight.k * share, codes=panels.layout != 0)
+        return OpInfo(f"{name} {weight.k}→{share}", rows, panels.nbytes, weight.k * share, self.provider.bits[panels.layout])
 
     def _rope_table(self, rope: Any) -> tuple[Buffer, int]:
         """Cosines and sines of the step's positions, and the frequencies' address: one op for each distinct rope, before its first use."""
