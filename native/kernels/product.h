@@ -9,7 +9,7 @@ FN NF fused(NF a, NF b, NF c) { return (NF)_mm512_fmadd_ps((__m512)a, (__m512)b,
 constexpr int MAX_ROWS = 8;  // rows whose chains fit the registers
 #elif defined(__FMA__)
 FN NF fused(NF a, NF b, NF c) { return (NF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-constexpr int MAX_ROWS = 3;
+constexpr int MAX_ROWS = 4;
 #else
 FN NF fused(NF a, NF b, NF c) { return a * b + c; }
 constexpr int MAX_ROWS = 2;
@@ -84,8 +84,20 @@ template <class E> FN NF multiply_add(NF a, NF b, NF c) {
 template <class E, int MR, int NP, int KB, class S>
 FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int64_t stride, int64_t ahead = 0) {
     NF e[NP][MR][NV] = {}, o[NP][MR][NV] = {};
+    const auto chains = [&]<bool ODD>(NF(&sum)[NP][MR][NV], int k, int p, const S *bp) __attribute__((always_inline)) {
+        NF w[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) w[v] = ODD ? Panel<S>::odd(bp, v) : Panel<S>::even(bp, v);
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) {
+            const NF x = nsplat(a[r * lda + k + ODD]);
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) sum[p][r][v] = multiply_add<E>(x, w[v], sum[p][r][v]);
+        }
+    };
+    constexpr bool APART = MR * NV * NP > 6 && OCTAVO_WIDTH < 16;  // registers hold the even chains, or the odd ones
 #pragma GCC unroll 2
-    for (int k = 0; k < KB; k += 2) {
+    for (int k = 0; k < KB; k += 2)
 #pragma GCC unroll 4
         for (int p = 0; p < NP; p++) {
             const S *bp = b + p * stride + k * LANES;
@@ -93,26 +105,15 @@ FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int6
                 __builtin_prefetch((const char *)bp + ahead, 0, 2);
                 if (sizeof(S) == 4) __builtin_prefetch((const char *)(bp + LANES) + ahead, 0, 2);
             }
-            NF w[NV];
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) w[v] = Panel<S>::even(bp, v);
-#pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) {
-                const NF x = nsplat(a[r * lda + k]);
-#pragma GCC unroll 4
-                for (int v = 0; v < NV; v++) e[p][r][v] = multiply_add<E>(x, w[v], e[p][r][v]);
-            }
-            asm("" : "+r"(bp));
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) w[v] = Panel<S>::odd(bp, v);
-#pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) {
-                const NF x = nsplat(a[r * lda + k + 1]);
-#pragma GCC unroll 4
-                for (int v = 0; v < NV; v++) o[p][r][v] = multiply_add<E>(x, w[v], o[p][r][v]);
-            }
+            chains.template operator()<false>(e, k, p, bp);
+            asm("" : "+r"(bp));  // rather loaded twice than kept in a register
+            if (!APART) chains.template operator()<true>(o, k, p, bp);
         }
-    }
+    if (APART)
+#pragma GCC unroll 2
+        for (int k = 0; k < KB; k += 2)
+#pragma GCC unroll 4
+            for (int p = 0; p < NP; p++) chains.template operator()<true>(o, k, p, b + p * stride + k * LANES);
 #pragma GCC unroll 4
     for (int p = 0; p < NP; p++)
 #pragma GCC unroll 8
@@ -189,6 +190,7 @@ static void product_rows(int rows, int np, const A *a, int64_t lda, const S *b, 
             break;
 #if OCTAVO_WIDTH == 8
         case 3: OCTAVO_FLY(3, 1); break;
+        case 4: OCTAVO_FLY(4, 1); break;
 #elif OCTAVO_WIDTH == 16
         case 3:
             OCTAVO_FLY(3, 2);
