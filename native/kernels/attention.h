@@ -294,11 +294,15 @@ template <class E, class S> static void attention(const Op &op, const Run &run, 
     const int64_t tasks = run.num_tiles * groups;
     const auto take = [&] { return tasks - 1 - next_task(part.counter); };  // a sequence's last tile sees the most tokens: first
     const auto reach_in = [&](int64_t task) { return task >= 0 ? reach_of<S>(op, run, run.tiles[task / groups], task % groups) : Reach{}; };
+    // The next task is taken before this one is done, so that what it reads can be fetched; not the last ones, which are for whoever is free.
+    const auto many = [&] { return tasks - __atomic_load_n(part.counter, __ATOMIC_RELAXED) > run.threads; };
     int64_t task = take();
     for (Reach reach = reach_in(task); task >= 0;) {
-        const int64_t next = take();
-        const Reach then = reach_in(next);
+        const bool early = many();
+        int64_t next = early ? take() : -1;
+        Reach then = reach_in(next);
         attend<E, S>(op, run, tile, run.tiles[task / groups], task % groups, reach, next >= 0 ? blocks_of(run, then, then.from) : Blocks{}, scratch);
+        if (!early) next = take(), then = reach_in(next);
         task = next, reach = then;
     }
 #ifdef OCTAVO_AMX

@@ -13,7 +13,7 @@ FN NI dot_pairs(NI acc, NS a, NS b) {
 #if defined(__AVX512VNNI__)
     return (NI)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #elif defined(__AVX512BW__)
-    return (NI)chained((NU)acc + (NU)_mm512_madd_epi16((__m512i)a, (__m512i)b));
+    return (NI)((NU)acc + (NU)_mm512_madd_epi16((__m512i)a, (__m512i)b));
 #elif defined(__AVX2__)
     return (NI)chained((NU)acc + (NU)_mm256_madd_epi16((__m256i)a, (__m256i)b));
 #elif defined(__SSE2__)

@@ -106,7 +106,7 @@ FN void group(NF (&c)[NP][MR][NV], const float *a, int64_t lda, const S *b, int6
                 if (sizeof(S) == 4) __builtin_prefetch((const char *)(bp + LANES) + ahead, 0, 2);
             }
             chains.template operator()<false>(e, k, p, bp);
-            asm("" : "+r"(bp));  // rather loaded twice than kept in a register
+            if (OCTAVO_WIDTH == 8) asm("" : "+r"(bp));  // rather loaded twice than kept in a register
             if (!APART) chains.template operator()<true>(o, k, p, bp);
         }
     if (APART)

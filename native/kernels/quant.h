@@ -202,7 +202,7 @@ FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint
 #pragma GCC unroll 8
                 for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-                    for (int v = 0; v < NV; v++) d[p][r][v] = dot_pairs(d[p][r][v], sum[r][v], nsplat_pair(0x00010001));
+                    for (int v = 0; v < NV; v++) d[p][r][v] = chained(dot_pairs(d[p][r][v], sum[r][v], nsplat_pair(0x00010001)));
             }
     } else {
 #pragma GCC unroll 8
@@ -218,7 +218,7 @@ FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint
                         w[v] = quad_of<L.bits>(at, q, v);
                         if (bytes == 8) w[v] = part == 0 ? w[v] & 0x00ff00ffu : (NU)((NUS)w[v] >> 8);
                     }
-                    asm("" : "+r"(at));
+                    if (OCTAVO_WIDTH == 8) asm("" : "+r"(at));  // rather loaded twice than kept in a register
 #pragma GCC unroll 8
                     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
@@ -226,7 +226,7 @@ FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint
                             if constexpr (bytes == 4)
                                 d[p][r][v] = dot4(d[p][r][v], w[v], a.at[r] + k + q * 4);
                             else
-                                d[p][r][v] = dot_pairs(d[p][r][v], (NS)w[v], nsplat_pair(act(r, q, part)));
+                                d[p][r][v] = chained(dot_pairs(d[p][r][v], (NS)w[v], nsplat_pair(act(r, q, part))));
                 }
             }
     }
