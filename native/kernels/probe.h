@@ -53,7 +53,7 @@ template <bool FEW> FN NU probe_bytes(NU acc, NU &a, NU b) {
     if constexpr (FEW) {
         int32_t act;
         __builtin_memcpy(&act, &b, 4);
-        return (NU)chained((NS)acc + dot_bytes(a, act));
+        return (NU)chained((NUS)acc + (NUS)dot_bytes(a, act));
     }
     return (NU)dot_pairs((NI)acc, (NS)a, (NS)b);
 }
@@ -62,7 +62,7 @@ template <bool FEW> constexpr int PROBE_BYTES = FEW ? 4 : 2;
 template <bool FEW> FN NU probe_bytes(NU acc, NU &a, NU b) { return (NU)dot_pairs((NI)(acc ^ a), (NS)a, (NS)b); }
 template <bool FEW> constexpr int PROBE_BYTES = 2;
 #endif
-template <bool FEW> static int64_t probe_few(int64_t rounds, float *sink) {
+template <bool FEW> static int64_t probe_quantized(int64_t rounds, float *sink) {
     constexpr int CHAINS = 12;
     NU a = (NU)nsplat(sink[0]), c[CHAINS];
     const NU b = (NU)nsplat(sink[1] + 1);
@@ -95,7 +95,7 @@ static int64_t probe_codes(int64_t rounds, float *sink, int bits) {
     (void)bits;
     return rounds * 4 * 16 * 16 * 64 * 2;
 #else
-    return bits < 8 ? probe_few<true>(rounds, sink) : probe_few<false>(rounds, sink);
+    return bits < 8 ? probe_quantized<true>(rounds, sink) : probe_quantized<false>(rounds, sink);
 #endif
 }
 

@@ -277,16 +277,12 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
     NI d[NP][MR][NV];
     for (int64_t k = 0, s = 0; k < kp; s++) {
         start_step<ID, MR, NP>(d, starts, a, s);
-        if constexpr (L.step > 32) {
-            const int64_t end = k + L.step < kp ? k + L.step : kp;
+        if constexpr (L.step >= 32) {
+            const int64_t end = L.step == 32 || k + L.step < kp ? k + L.step : kp;  // one block: the sums stay in registers
             for (; k < end; k += 32) {
                 fetch_some(fetch, fetch.each * NP);
                 quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * quad_bytes(L.bits), codes + k / 32 * code_bytes(L), stride, fetch.ahead);
             }
-        } else if constexpr (L.step == 32) {
-            fetch_some(fetch, fetch.each * NP);
-            quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * quad_bytes(L.bits), codes + k / 32 * code_bytes(L), stride, fetch.ahead);
-            k += 32;
         } else {
             const int64_t at = k / 4 * quad_bytes(L.bits);
             const uint8_t *block = codes + k / 32 * code_bytes(L);
