@@ -519,7 +519,7 @@ PyObject *layouts(PyObject *, PyObject *) {
     }
     return names;
 }
-PyMethodDef module_methods[] = {{"info", info, METH_NOARGS, "info(): the best variant, the available ones (best last), the compiler."},
+PyMethodDef module_methods[] = {{"info", info, METH_NOARGS, "info(): the best variant, the available ones (from the plainest on), the compiler."},
                                 {"layouts", layouts, METH_NOARGS, "layouts(): (name, bits, zero, step, group, block) of each weight layout, by its number."},
                                 {"layout_bytes", layout_bytes, METH_VARARGS, "layout_bytes(layout, kp): bytes of a panel, and of a row of quantized activations."},
                                 {nullptr, nullptr, 0, nullptr}};

@@ -81,7 +81,8 @@ std::string available_variants() {
 const Kernels *best_kernels() {
     const Kernels *best = nullptr;
     for (const char *name : VARIANTS)
-        if (const Kernels *k = find_kernels(name)) best = k;
+        if (const Kernels *k = find_kernels(name))
+            if (k != kernels_avx512_bf16() || pairs_pay()) best = k;
     return best;
 }
 

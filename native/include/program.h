@@ -84,7 +84,7 @@ private:
 // dispatch.cpp
 const Kernels *find_kernels(const char *name);  // null: this CPU or this build has no such variant
 const Kernels *best_kernels();
-std::string available_variants();  // comma separated, best last
+std::string available_variants();  // comma separated, from the plainest on
 void ask_for_matrix_units();  // once, before threads start
 
 }  // namespace octavo

@@ -2,8 +2,28 @@
 // the kernels for few rows do. Neither computes anything that is used.
 #pragma once
 
-// `rounds` of the multiply-adds that linear ops are made of, on operands that stay in registers. sink: 16 float32, read
-// and written so that nothing can be left out. Returns the operations (a multiply-add is two).
+// `rounds` of a step in registers, twelve chains side by side: enough to hide the latency, few enough for 16 registers. sink: 16 float32, read
+// and written so that nothing can be left out.
+constexpr int CHAINS = 12;
+template <class Step> FN void run_chains(int64_t rounds, float *sink, Step step) {
+    NF c[CHAINS];
+    const NF a = nsplat(sink[0]), b = nsplat(sink[1]);
+    for (int j = 0; j < CHAINS; j++) c[j] = nsplat(sink[j]);
+    for (int64_t i = 0; i < rounds; i++)
+#pragma GCC unroll 12
+        for (int j = 0; j < CHAINS; j++) c[j] = step(c[j], a, b);
+    for (int j = 0; j < CHAINS; j++) sink[j] += c[j][0];
+}
+static void run_multiply_adds(int64_t rounds, float *sink) {
+    run_chains(rounds, sink, [](NF c, NF a, NF b) __attribute__((always_inline)) { return fused(a, b, c); });
+}
+#if defined(__AVX512BF16__)
+static void run_pairs(int64_t rounds, float *sink) {
+    run_chains(rounds, sink, [](NF c, NF a, NF b) __attribute__((always_inline)) { return (NF)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); });
+}
+#endif
+
+// `rounds` of the multiply-adds that linear ops are made of. Returns the operations (a multiply-add is two).
 static int64_t probe_products(int64_t rounds, float *sink) {
 #ifdef OCTAVO_AMX
     TILE_ZERO(0);
@@ -22,23 +42,12 @@ static int64_t probe_products(int64_t rounds, float *sink) {
     }
     sink[0] += 1;
     return rounds * 4 * 16 * 16 * KBLOCK * 2;
+#elif defined(__AVX512BF16__)
+    run_pairs(rounds, sink);
+    return rounds * CHAINS * OCTAVO_WIDTH * 2 * 2;
 #else
-    constexpr int CHAINS = 12;  // enough to hide the latency, few enough for 16 registers
-    NF c[CHAINS];
-    const NF a = nsplat(sink[0]), b = nsplat(sink[1]);
-    for (int j = 0; j < CHAINS; j++) c[j] = nsplat(sink[j]);
-#if defined(__AVX512BF16__)
-    constexpr int PAIR = 2;
-    const auto step = [&](NF x) { return (NF)_mm512_dpbf16_ps((__m512)x, (__m512bh)a, (__m512bh)b); };
-#else
-    constexpr int PAIR = 1;
-    const auto step = [&](NF x) { return fused(x, a, b); };
-#endif
-    for (int64_t i = 0; i < rounds; i++)
-#pragma GCC unroll 12
-        for (int j = 0; j < CHAINS; j++) c[j] = step(c[j]);
-    for (int j = 0; j < CHAINS; j++) sink[j] += c[j][0];
-    return rounds * CHAINS * OCTAVO_WIDTH * PAIR * 2;
+    run_multiply_adds(rounds, sink);
+    return rounds * CHAINS * OCTAVO_WIDTH * 2;
 #endif
 }
 
@@ -63,7 +72,6 @@ template <bool FEW> FN NU probe_bytes(NU acc, NU &a, NU b) { return (NU)dot_pair
 template <bool FEW> constexpr int PROBE_BYTES = 2;
 #endif
 template <bool FEW> static int64_t probe_quantized(int64_t rounds, float *sink) {
-    constexpr int CHAINS = 12;
     NU a = (NU)nsplat(sink[0]), c[CHAINS];
     const NU b = (NU)nsplat(sink[1] + 1);
     for (int j = 0; j < CHAINS; j++) c[j] = (NU)nsplat(sink[j]);

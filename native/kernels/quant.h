@@ -318,12 +318,16 @@ static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int
         OCTAVO_FLY(2, 1);
     }
 #if OCTAVO_WIDTH >= 8
-    else if (rows <= 4)
+    else if (rows <= 4) {
+        if (OCTAVO_WIDTH == 16) OCTAVO_FLY(4, 2);
         OCTAVO_FLY(4, 1);
+    }
 #endif
 #if OCTAVO_WIDTH == 16
-    else
+    else {
+        if (LAYOUTS[ID].scale == SCALE_COLUMN) OCTAVO_FLY(8, 2);  // nothing but these sums needs registers
         OCTAVO_FLY(8, 1);
+    }
 #endif
 #undef OCTAVO_FLY
 }

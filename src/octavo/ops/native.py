@@ -43,8 +43,9 @@ def native_info() -> dict[str, str]:
 
 def chosen_isa(isa: str | None = None) -> str:
     """The variant that runs: ``isa``, else the environment variable OCTAVO_ISA, else the best. Raises: ConfigError."""
-    available = native_info()["available"].split(",")
-    isa = isa or os.environ.get(ISA_VARIABLE) or available[-1]
+    info = native_info()
+    available = info["available"].split(",")
+    isa = isa or os.environ.get(ISA_VARIABLE) or info["variant"]
     if isa not in available and isa != EMULATED:
         raise ConfigError(f"the instruction set {isa!r} ({ISA_VARIABLE}) cannot run here; this CPU and build have {', '.join(available)}", "isa")
     return isa
