@@ -19,7 +19,7 @@ size_t scratch_of(const std::vector<Op> &ops, int64_t vocab) {
     for (const Op &op : ops) {
         size_t bytes = 0;
         if (op.code == OP_LINEAR || op.code == OP_QUANTIZE) bytes = (size_t)op.n[1] * EXPAND_ROWS * 4;  // enough for FUSED_ROWS quantized rows, and for an expanded pair of panels
-        if (op.code == OP_ATTENTION) bytes = (size_t)QTILES * QROWS * (op.n[5] * 14 + 128 + PARTITION * 4 + 8) + PARTITION * 8 + op.n[5] * (PARTITION + 4);
+        if (op.code == OP_ATTENTION) bytes = (size_t)QTILES * QROWS * (op.n[5] * 14 + 128 + SCORES * 4 + 8) + PARTITION * 8 + op.n[5] * (PARTITION + 4);
         if (op.code == OP_SAMPLE) bytes = sample_scratch(vocab);
         most = bytes > most ? bytes : most;
     }

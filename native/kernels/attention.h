@@ -30,16 +30,16 @@ template <class E, class S> static void score_tile(const QueryTile &tile, const 
     for (int r = 0; r < tile.rows; r += most) {
         const int n = tile.rows - r < most ? tile.rows - r : most;
         const char *const *ahead = r == 0 ? next : nullptr;
-        float *out = tile.scores + r * PARTITION;
+        float *out = tile.scores + r * SCORES;
         with_rows<most>(n, [&]<int MR>() {
             if constexpr (Stored<S>::integer) {
                 constexpr int blocks = OCTAVO_WIDTH < 16 ? 1 : MR <= 4 ? 4 : 2;
                 const int32_t *q = tile.qi + r * tile.dp / 2;
                 int j = from;
-                for (; j + blocks <= to; j += blocks) dot_scores<S, MR, blocks>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, PARTITION);
-                for (; j < to; j++) dot_scores<S, MR, 1>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, PARTITION);
+                for (; j + blocks <= to; j += blocks) dot_scores<S, MR, blocks>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, SCORES);
+                for (; j < to; j++) dot_scores<S, MR, 1>(q, tile.dp / 2, k + j, ahead ? ahead + j : ahead, tile.dp, out + j * TOKENS, SCORES);
             } else {
-                scores<E, S, MR>(queries<E, S>(tile) + r * tile.dp, tile.dp, k + from, ahead ? ahead + from : ahead, to - from, tile.dp, out + from * TOKENS, PARTITION);
+                scores<E, S, MR>(queries<E, S>(tile) + r * tile.dp, tile.dp, k + from, ahead ? ahead + from : ahead, to - from, tile.dp, out + from * TOKENS, SCORES);
             }
         });
     }
@@ -56,11 +56,11 @@ template <class E, class S> static void mix_tile(const QueryTile &tile, const ch
                 const char *const *v = k + from, *const *then = ahead ? ahead + from : ahead;
                 const int64_t offset = kv_half<S>(dp) + c / LANES * panel;
                 if constexpr (Stored<S>::integer) {
-                    const int32_t *p = (const int32_t *)tile.scores + r * PARTITION + from * TOKENS / 2;
-                    dot_mix<S, MR, NP>(p, PARTITION, v, then, offset, to - from, tile.factor + r, out + r * dp + c, dp);
+                    const int32_t *p = (const int32_t *)tile.scores + r * SCORES + from * TOKENS / 2;
+                    dot_mix<S, MR, NP>(p, SCORES, v, then, offset, to - from, tile.factor + r, out + r * dp + c, dp);
                 } else {
-                    const auto *p = (const Operand<E, S> *)(tile.scores + r * PARTITION) + from * TOKENS;
-                    mix<E, S, MR, NP>(p, PARTITION * 4 / sizeof *p, v, then, offset, panel, to - from, out + r * dp + c, dp);
+                    const auto *p = (const Operand<E, S> *)(tile.scores + r * SCORES) + from * TOKENS;
+                    mix<E, S, MR, NP>(p, SCORES * 4 / sizeof *p, v, then, offset, panel, to - from, out + r * dp + c, dp);
                 }
             };
             constexpr int least = Stored<S>::integer ? 2 : 1;  // Dp is a multiple of 32
@@ -70,6 +70,43 @@ template <class E, class S> static void mix_tile(const QueryTile &tile, const ch
             for (; c < dp; c += least * LANES) mix_panels.template operator()<least>(c);
         });
     }
+}
+
+// Products of both tiles of a task, wide (product.h): each two blocks of K, and each four of V, are widened once for all rows. A last single block
+// of K goes the other way, and so does V where widening is little work: its sums are in memory, and groups of 16 tokens add to them often.
+template <class E, class S> static void score_wide(const QueryTile *tile, int tiles, const char *const *k, const char *const *next, int from, int to) {
+    float w[WIDE_FLOATS] __attribute__((aligned(64)));
+    const int64_t dp = tile->dp;
+    Fetch none;
+    int j = from;
+    for (; j + 2 <= to; j += 2) {
+        for (int b = j; next && b < j + 2; b++)
+            for (int64_t at = 0; at < kv_half<S>(dp); at += 64) __builtin_prefetch(next[b] + at, 0, 2);
+        for (int64_t i = 0; i < dp; i += WIDE_K) {
+            const int64_t size = dp - i < WIDE_K ? dp - i : WIDE_K;
+            widen((const S *)k[j] + i * LANES, (const S *)k[j + 1] + i * LANES, size, w);
+            for (int n = 0; n < tiles; n++)
+                wide_rows<E, KBLOCK>(tile[n].rows, tile[n].q + i, dp, w, size, i == 0, none, tile[n].scores + j * TOKENS, TOKENS, SCORES);
+        }
+    }
+    for (int n = 0; n < tiles && j < to; n++) score_tile<E, S>(tile[n], k, n == 0 ? next : nullptr, j, to);
+}
+template <class E, class S> static void mix_wide(const QueryTile *tile, int tiles, const char *const *k, const char *const *next, int from, int to, const Partial *here) {
+    constexpr int BLOCKS = 4;
+    float w[BLOCKS * TOKENS * 2 * LANES] __attribute__((aligned(64)));
+    const int64_t dp = tile->dp, panel = kv_half<S>(LANES);
+    Fetch none;
+    for (int64_t c = 0; c < dp; c += 2 * LANES)
+        for (int j = from; j < to; j += BLOCKS) {
+            const int n = to - j < BLOCKS ? to - j : BLOCKS;
+            for (int b = 0; b < n; b++) {
+                const int64_t at = kv_half<S>(dp) + c / LANES * panel;
+                for (int64_t line = 0; next && line < 2 * panel; line += 64) __builtin_prefetch(next[j + b] + at + line, 0, 2);
+                widen((const S *)(k[j + b] + at), (const S *)(k[j + b] + at + panel), TOKENS, w + b * TOKENS * 2 * LANES);
+            }
+            for (int i = 0; i < tiles; i++)
+                wide_rows<E, TOKENS>(tile[i].rows, tile[i].scores + j * TOKENS, SCORES, w, n * TOKENS, j == from, none, here[i].out + c, LANES, dp);
+        }
 }
 
 FN int64_t token_of(const Run &run, const Tile &work, int64_t i) {  // the i-th of the work's tokens
@@ -194,6 +231,14 @@ template <class E, class S> static void partition(QueryTile *tile, int tiles, in
         return;
     }
 #endif
+    if constexpr (WIDE && !Stored<S>::integer)
+        if (tiles > 1) {
+            score_wide<E, S>(tile, tiles, k, ahead, from, to);
+            for (int i = 0; i < tiles; i++) softmax<E, S>(tile[i], base, from, to, here[i].top, here[i].mass);
+            if constexpr (sizeof(S) == 1) return mix_wide<E, S>(tile, tiles, k, ahead, from, to, here);
+            for (int i = 0; i < tiles; i++) mix_tile<E, S>(tile[i], k, i == 0 ? ahead : nullptr, from, to, here[i].out);
+            return;
+        }
     for (int i = 0; i < tiles; i++) {
         score_tile<E, S>(tile[i], k, i == 0 ? ahead : nullptr, from, to);
         softmax<E, S>(tile[i], base, from, to, here[i].top, here[i].mass);
@@ -286,7 +331,7 @@ template <class E, class S> static void attention(const Op &op, const Run &run, 
         t.q = at, at += QROWS * dp;
         t.q16 = (bf16 *)at, t.qi = (int32_t *)at, t.q8 = (int8_t *)at, at += QROWS * pad64(dp) / 2;  // of these, one is in use
         t.sum = at, at += QROWS * dp;
-        t.scores = at, at += QROWS * PARTITION;
+        t.scores = at, at += QROWS * SCORES;
     }
 #ifdef OCTAVO_AMX
     if (sizeof(E) == 2 && sizeof(S) == 2) configure(true);

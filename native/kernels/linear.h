@@ -97,89 +97,30 @@ template <class E> static void linear_few(const Op &op, const Run &run, const Pa
     }
 }
 
-#if OCTAVO_WIDTH == 16 && !defined(__AVX512BF16__)
-// Products of a block of WIDE_K inputs of two panels, widened to float32, [k][2][16]: it stays in the first cache while rows pass by. The even chains of
-// 8 rows × 2 panels fill half of the registers, then the odd ones do; sums over groups are in memory, c[panel][row][16].
-constexpr int WIDE_K = 128, WIDE_LEAST = 17;  // rows from which widening pays
-FN void widen(const bf16 *panels, int64_t stride, int64_t k, float *out) {
-    for (int64_t i = 0; i < k; i += 2)
-        for (int p = 0; p < 2; p++) {
-            const bf16 *b = panels + p * stride + i * LANES;
-            store<NF>(out + (2 * i + p) * LANES, Panel<bf16>::even(b, 0));
-            store<NF>(out + (2 * i + 2 + p) * LANES, Panel<bf16>::odd(b, 0));
-        }
-}
-FN void widen(const float *panels, int64_t stride, int64_t k, float *out) {
-    for (int64_t i = 0; i < k; i++)
-        for (int p = 0; p < 2; p++) store<NF>(out + (2 * i + p) * LANES, load<NF>(panels + p * stride + i * LANES));
-}
-template <class E, int MR>
-static __attribute__((noinline)) void wide_product(const float *a, int64_t lda, const float *w, int64_t k, bool first, Fetch &next, float *c) {
-    const auto chains = [&](int odd, NF(&sum)[MR][2]) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) sum[r][0] = sum[r][1] = NF{};
-#pragma GCC unroll 4
-        for (int i = odd; i < KBLOCK; i += 2) {
-            const NF low = load<NF>(w + i * 2 * LANES), high = load<NF>(w + i * 2 * LANES + LANES);
-#pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) {
-                const NF x = nsplat(a[r * lda + i]);
-                sum[r][0] = multiply_add<E>(x, low, sum[r][0]), sum[r][1] = multiply_add<E>(x, high, sum[r][1]);
-            }
-        }
-    };
-    Fetch fetch = next;
-    for (const float *end = a + k; a < end; a += KBLOCK, w += KBLOCK * 2 * LANES, first = false) {
-        float even[MR][2][LANES] __attribute__((aligned(64)));
-        NF sum[MR][2];
-        fetch_some(fetch, fetch.each);
-        chains(0, sum);
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) store<NF>(even[r][0], sum[r][0]), store<NF>(even[r][1], sum[r][1]);
-        asm("" ::: "memory");  // they would be kept in registers, and others not
-        chains(1, sum);
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++)
-#pragma GCC unroll 2
-            for (int p = 0; p < 2; p++) {
-                float *at = c + (p * EXPAND_ROWS + r) * LANES;
-                const NF before = first ? NF{} : load<NF>(at);
-                store<NF>(at, before + (load<NF>(even[r][p]) + sum[r][p]));
-            }
-    }
-    next = fetch;
-}
-// Up to EXPAND_ROWS rows × 2 panels.
+// Up to EXPAND_ROWS rows × 2 panels, wide (product.h). c: [2][EXPAND_ROWS][16].
 template <class E> FN void wide_block(int rows, const float *a, const E *panels, int64_t stride, int64_t kp, Fetch &next, float *c) {
-    float w[WIDE_K * 2 * LANES] __attribute__((aligned(64)));
-    const int parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    float w[WIDE_FLOATS] __attribute__((aligned(64)));
     for (int64_t k = 0; k < kp; k += WIDE_K) {
         const int64_t size = kp - k < WIDE_K ? kp - k : WIDE_K;
-        widen(panels + k * LANES, stride, size, w);
-        for (int part = 0; part < parts; part++) {
-            const int r = rows * part / parts, n = rows * (part + 1) / parts - r;
-            with_rows<MAX_ROWS>(n, [&]<int MR>() __attribute__((always_inline)) { wide_product<E, MR>(a + r * kp + k, kp, w, size, k == 0, next, c + r * LANES); });
-        }
+        widen(panels + k * LANES, panels + stride + k * LANES, size, w);
+        wide_rows<E, KBLOCK>(rows, a + k, kp, w, size, k == 0, next, c, EXPAND_ROWS * LANES, LANES);
     }
 }
-#endif
 
 // Many rows without matrix units: tasks of 64 rows × 2 panels; a panel stays in the first cache while rows pass by, and the panels of
 // this thread's next task come nearer.
 template <class E> static void linear_many(const Op &op, const Run &run, const Part &part) {
     const int64_t kp = op.n[1], stride = kp * LANES;
-    const int64_t columns = op.n[2] / 2, chunks = (part.rows + EXPAND_ROWS - 1) / EXPAND_ROWS;
     const int unit = op.n[3] == EPI_SILU_MUL ? 2 : 1;
     Operand<E> *wide = (Operand<E> *)run.scratch[part.thread];
     int64_t held = -1;
     float acc[2 * MAX_ROWS * LANES] __attribute__((aligned(64)));
-#if OCTAVO_WIDTH == 16 && !defined(__AVX512BF16__)
-    float sums[2 * EXPAND_ROWS * LANES] __attribute__((aligned(64)));
-#endif
-    const auto panels = [&](int64_t task) { return (const E *)op.p[1] + task % columns * 2 * stride; };
-    for (int64_t next = next_task(part.counter); next < columns * chunks;) {
-        const int64_t task = next, chunk = task / columns, column = task % columns * 2;
-        next = next_task(part.counter);
+    float sums[WIDE ? 2 * EXPAND_ROWS * LANES : 1] __attribute__((aligned(64)));
+    const auto panels = [&](int64_t column) { return (const E *)op.p[1] + column * stride; };
+    Tasks tasks(op.n[2] / 2, (part.rows + EXPAND_ROWS - 1) / EXPAND_ROWS, part, run.threads);
+    for (Tasks::Task next = tasks.next(); next.chunk >= 0;) {
+        const int64_t chunk = next.chunk, column = next.column * 2;
+        next = tasks.next();
         const int64_t row0 = part.row0 + chunk * EXPAND_ROWS;
         const int64_t left = part.rows - chunk * EXPAND_ROWS;
         const int rows = left < EXPAND_ROWS ? (int)left : EXPAND_ROWS;
@@ -187,15 +128,14 @@ template <class E> static void linear_many(const Op &op, const Run &run, const P
         if (sizeof(E) == 2 && held != chunk) expand(wide, src, rows * kp), held = chunk;
         const Operand<E> *a = sizeof(E) == 2 ? wide : (const Operand<E> *)(const void *)src;
         Fetch fetch;
-        if (next < columns * chunks) fetch = fetch_beside(panels(next), 2 * stride * (int64_t)sizeof(E), panels(task), 2, (rows + MAX_ROWS - 1) / MAX_ROWS, kp);
-#if OCTAVO_WIDTH == 16 && !defined(__AVX512BF16__)
-        if (rows >= WIDE_LEAST) {
-            fetch.each *= 2;
-            wide_block(rows, a, (const E *)panels(task), stride, kp, fetch, sums);
-            finish<E>(op, row0, rows, column, 2, sums, EXPAND_ROWS * LANES);
-            continue;
-        }
-#endif
+        if (next.chunk >= 0) fetch = fetch_beside(panels(next.column * 2), 2 * stride * (int64_t)sizeof(E), panels(column), 2, (rows + MAX_ROWS - 1) / MAX_ROWS, kp);
+        if constexpr (WIDE)
+            if (rows >= WIDE_LEAST) {
+                fetch.each *= 2;  // of both panels
+                wide_block(rows, a, panels(column), stride, kp, fetch, sums);
+                finish<E>(op, row0, rows, column, 2, sums, EXPAND_ROWS * LANES);
+                continue;
+            }
         for (int64_t p = column; p < column + 2; p += unit)
             for (int r = 0; r < rows; r += MAX_ROWS) {
                 const int n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;

@@ -132,25 +132,25 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
             finish<E>(op, part.row0 + r, n, first + p, np, acc, DOT_ROWS * LANES);
         }
     };
-    if (part.rows <= FEW_ROWS) {  // memory speed decides: every thread reads its share of the panels once, all rows ride along
+    if (fused) {  // memory speed decides: every thread reads its share of the panels once, all rows ride along
         int64_t from, to;
         share(op.n[2] / unit, part.thread, run.threads, &from, &to);
         from *= unit, to *= unit;
-        if (fused && from < to) {
+        if (from < to) {
             char *scratch = run.scratch[part.thread];
             for (int r = 0; r < part.rows; r++) quantize_act<E>(op, part.row0 + r, (float *)(scratch + FUSED_ROWS * bytes), scratch + r * bytes);
             rows = scratch;
         }
-        const int fly = part.rows <= 2 ? 4 : fused ? unit : 2;
+        const int fly = part.rows <= 2 ? 4 : unit;
         const auto width = [&](int64_t p) { return to - p < fly ? (int)(to - p) : fly; };
         for (int64_t p = from; p < to; p += fly) compute(0, part.rows, p, width(p), p + fly, p + fly < to ? width(p + fly) : 0);
     } else {  // tasks of FEW_ROWS rows × 2 panels; a panel stays in the caches while rows pass by
-        const int64_t columns = (op.n[2] + 1) / 2, chunks = (part.rows + FEW_ROWS - 1) / FEW_ROWS, tasks = columns * chunks;
         const auto width = [&](int64_t p) { return op.n[2] - p < 2 ? op.n[2] - p : 2; };
-        for (int64_t next = next_task(part.counter); next < tasks;) {
-            const int64_t row0 = next / columns * FEW_ROWS, p = next % columns * 2;
-            next = next_task(part.counter);
-            const int64_t last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows, then = next < tasks ? next % columns * 2 : op.n[2];
+        Tasks tasks((op.n[2] + 1) / 2, (part.rows + FEW_ROWS - 1) / FEW_ROWS, part, run.threads);
+        for (Tasks::Task next = tasks.next(); next.chunk >= 0;) {
+            const int64_t row0 = next.chunk * FEW_ROWS, p = next.column * 2;
+            next = tasks.next();
+            const int64_t last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows, then = next.chunk >= 0 ? next.column * 2 : op.n[2];
             compute(row0, last, p, (int)width(p), then, width(then));
         }
     }

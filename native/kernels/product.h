@@ -210,6 +210,78 @@ static void product_rows(int rows, int np, const A *a, int64_t lda, const S *b, 
 #undef OCTAVO_FLY
 }
 
+// Calls f with the number of rows as a constant.
+template <int MR, class Call> FN void with_rows(int rows, Call &&f) {
+    if (rows == MR) return f.template operator()<MR>();
+    if constexpr (MR > 1) with_rows<MR - 1>(rows, f);
+}
+
+// The wide way, for many rows where registers are wide and multiply-adds are the fastest products: of two panels, up to WIDE_K rows are widened to
+// float32, [k][2][16], once for all rows of activations, and stay in the first cache. Of 8 rows × 2 panels the even chains fill half of the registers, then
+// the odd ones do; an operand of a row, once loaded, serves two panels. The sums over groups are in memory.
+#if defined(__AVX512BF16__)
+constexpr bool WIDE = false;
+#else
+constexpr bool WIDE = OCTAVO_WIDTH == 16;
+#endif
+constexpr int WIDE_K = 128, WIDE_FLOATS = WIDE_K * 2 * LANES, WIDE_LEAST = 17;  // rows from which it pays
+template <class S> FN void widen(const S *first, const S *second, int64_t k, float *out) {
+    for (int64_t i = 0; i < k; i += 2)
+        for (int p = 0; p < 2; p++) {
+            const S *b = (p == 0 ? first : second) + i * LANES;
+            store<NF>(out + (2 * i + p) * LANES, Panel<S>::even(b, 0));
+            store<NF>(out + (2 * i + 2 + p) * LANES, Panel<S>::odd(b, 0));
+        }
+}
+// c[panel·c_stride + row·ldc + 16] += the products of MR rows, by groups of KB; `first`: from zero.
+template <class E, int MR, int KB>
+static __attribute__((noinline)) void wide_product(const float *a, int64_t lda, const float *w, int64_t k, bool first, Fetch &next, float *c,
+                                                   int64_t c_stride, int64_t ldc) {
+    static_assert(MR <= 8 && NV == 1);
+    const auto chains = [&](int odd, NF(&sum)[MR][2]) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) sum[r][0] = sum[r][1] = NF{};
+#pragma GCC unroll 4
+        for (int i = odd; i < KB; i += 2) {
+            const NF low = load<NF>(w + i * 2 * LANES), high = load<NF>(w + i * 2 * LANES + LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) {
+                const NF x = nsplat(a[r * lda + i]);
+                sum[r][0] = multiply_add<E>(x, low, sum[r][0]), sum[r][1] = multiply_add<E>(x, high, sum[r][1]);
+            }
+        }
+    };
+    Fetch fetch = next;
+    for (const float *end = a + k; a < end; a += KB, w += KB * 2 * LANES, first = false) {
+        float even[MR][2][LANES] __attribute__((aligned(64)));
+        NF sum[MR][2];
+        fetch_some(fetch, fetch.each);
+        chains(0, sum);
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) store<NF>(even[r][0], sum[r][0]), store<NF>(even[r][1], sum[r][1]);
+        asm("" ::: "memory");  // they would be kept in registers, and others not
+        chains(1, sum);
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < 2; p++) {
+                float *at = c + p * c_stride + r * ldc;
+                const NF before = first ? NF{} : load<NF>(at);
+                store<NF>(at, before + (load<NF>(even[r][p]) + sum[r][p]));
+            }
+    }
+    next = fetch;
+}
+// The same for any number of rows.
+template <class E, int KB>
+FN void wide_rows(int rows, const float *a, int64_t lda, const float *w, int64_t k, bool first, Fetch &next, float *c, int64_t c_stride, int64_t ldc) {
+    const int parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int part = 0; part < parts; part++) {
+        const int r = rows * part / parts, n = rows * (part + 1) / parts - r;
+        with_rows<MAX_ROWS>(n, [&]<int MR>() __attribute__((always_inline)) { wide_product<E, MR, KB>(a + r * lda, lda, w, k, first, next, c + r * ldc, c_stride, ldc); });
+    }
+}
+
 // Scores: out[row·ldo + 16·block] = q · K of n blocks, `FLY` of them at a time. `next` (or null), here and below: the blocks whose same
 // part is fetched into the second cache meanwhile.
 template <class E, class S, int MR, class A>
@@ -244,10 +316,4 @@ static __attribute__((noinline)) void mix(const A *p, int64_t ldp, const char *c
     for (int i = 0; i < NP; i++)
         for (int r = 0; r < MR; r++)
             for (int w = 0; w < NV; w++) store<NF>(out + r * ldo + i * LANES + w * OCTAVO_WIDTH, c[i][r][w]);
-}
-
-// Calls f with the number of rows as a constant.
-template <int MR, class Call> FN void with_rows(int rows, Call &&f) {
-    if (rows == MR) return f.template operator()<MR>();
-    if constexpr (MR > 1) with_rows<MR - 1>(rows, f);
 }

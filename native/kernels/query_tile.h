@@ -14,7 +14,7 @@ struct QueryTile {
     int32_t *qi;    // the same as pairs of 16-bit numbers, for integer KV types
     int8_t *q8;     // or, for matrix units, their upper and their lower bytes: [2][QROWS][Dp to a multiple of 64]
     char *v;        // for these: a partition's V, together (mix_bytes)
-    float *scores;  // [QROWS][PARTITION]; each row then becomes, in its place, probabilities times V's scales: float32 rounded to act,
+    float *scores;  // [QROWS][PARTITION of SCORES]; each row then becomes, in its place, probabilities times V's scales: float32 rounded to act,
                     // bf16 for matrix units, woven, or pairs of 16-bit numbers; of these, for matrix units, for each 64 tokens the upper bytes,
                     // then the lower ones
     float *ks, *vs;  // [PARTITION] scales of the tokens, for quantized KV types
@@ -73,7 +73,7 @@ FN F seen(const QueryTile &tile, int r, int32_t first, F x, float otherwise) {
 
 // Scores of row r times what they are scaled with, -inf where it does not see. Returns the largest of each lane.
 template <class S> FN F scale_scores(QueryTile &tile, int r, int32_t base, int from, int to) {
-    float *s = tile.scores + r * PARTITION;
+    float *s = tile.scores + r * SCORES;
     F best = splat(-INF);
     for (int j = from; j < to; j++) {
         F x = load<F>(s + j * TOKENS);
@@ -87,7 +87,7 @@ template <class S> FN F scale_scores(QueryTile &tile, int r, int32_t base, int f
 
 // Scores of row r become what V is multiplied with. Returns the sums of the probabilities of each lane.
 template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base, int from, int to, float top) {
-    float *s = tile.scores + r * PARTITION;
+    float *s = tile.scores + r * SCORES;
     F sum = {};
     const auto weight = [&](int j) {
         F p = load<F>(s + j * TOKENS) - top;
@@ -149,7 +149,7 @@ template <class E, class S> static void softmax(QueryTile &tile, int64_t base, i
         if (sees(tile, r, base)) {
             rows[r] = take_exps<E, S>(tile, r, (int32_t)base, from, to, top[r]);
         } else {  // the tile's other rows see this partition; this one must not meet old numbers
-            __builtin_memset(tile.scores + r * PARTITION, 0, PARTITION * 4);
+            __builtin_memset(tile.scores + r * SCORES, 0, PARTITION * 4);
             tile.factor[r] = 0;
         }
     }

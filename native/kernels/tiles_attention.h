@@ -30,11 +30,11 @@ template <int TILES> static void score_matrix(const QueryTile *tile, const char 
             }
             TILE_DOT(1, 4, 6);
         }
-        TILE_STORE(0, tile[0].scores + j * TOKENS, PARTITION * 4);
-        if (TILES == 2) TILE_STORE(2, tile[1].scores + j * TOKENS, PARTITION * 4);
+        TILE_STORE(0, tile[0].scores + j * TOKENS, SCORES * 4);
+        if (TILES == 2) TILE_STORE(2, tile[1].scores + j * TOKENS, SCORES * 4);
         if (!two) continue;
-        TILE_STORE(1, tile[0].scores + (j + 1) * TOKENS, PARTITION * 4);
-        if (TILES == 2) TILE_STORE(3, tile[1].scores + (j + 1) * TOKENS, PARTITION * 4);
+        TILE_STORE(1, tile[0].scores + (j + 1) * TOKENS, SCORES * 4);
+        if (TILES == 2) TILE_STORE(3, tile[1].scores + (j + 1) * TOKENS, SCORES * 4);
     }
 }
 
@@ -50,17 +50,17 @@ template <int TILES> static void mix_matrix(const QueryTile *tile, const char *c
         for (int j = from; j < to; j++) {
             const char *v = k[j] + half + c / LANES * panel;
             if (next) fetch_tile((const bf16 *)v, (next[j] - k[j]) / 2);  // of both panels
-            TILE_LOAD(5, p[0] + j * TOKENS, PARTITION * 4);
+            TILE_LOAD(5, p[0] + j * TOKENS, SCORES * 4);
             TILE_LOAD(7, v, 64);
             TILE_DOT(0, 5, 7);
             if (TILES == 2) {
-                TILE_LOAD(5, p[1] + j * TOKENS, PARTITION * 4);
+                TILE_LOAD(5, p[1] + j * TOKENS, SCORES * 4);
                 TILE_DOT(2, 5, 7);
             }
             TILE_LOAD(7, v + panel, 64);
             if (TILES == 2) {
                 TILE_DOT(3, 5, 7);
-                TILE_LOAD(5, p[0] + j * TOKENS, PARTITION * 4);
+                TILE_LOAD(5, p[0] + j * TOKENS, SCORES * 4);
             }
             TILE_DOT(1, 5, 7);
         }
@@ -80,7 +80,7 @@ template <int TILES> static void score_bytes(const QueryTile *tile, const char *
     const auto take = [&](int j) __attribute__((always_inline)) {
         for (int i = 0; i < TILES; i++)
             for (int r = 0; r < QROWS; r++)
-                store<F>(tile[i].scores + r * PARTITION + j * TOKENS, whole_sum(sums[j % 2][i][0] + r * LANES, sums[j % 2][i][1] + r * LANES));
+                store<F>(tile[i].scores + r * SCORES + j * TOKENS, whole_sum(sums[j % 2][i][0] + r * LANES, sums[j % 2][i][1] + r * LANES));
     };
     for (int j = from; j < to; j++) {
         TILE_ZERO(0);
@@ -136,8 +136,8 @@ template <int TILES> static void mix_bytes(const QueryTile *tile, const char *co
             TILE_LOAD(6, v + p * BYTE_PANEL + j * panel, 64);
             for (int i = 0; i < TILES; i++) {
                 const char *bytes = (const char *)tile[i].scores + j * 2 * TOKENS;
-                TILE_LOAD(4, bytes, PARTITION * 4);
-                TILE_LOAD(5, bytes + 64, PARTITION * 4);
+                TILE_LOAD(4, bytes, SCORES * 4);
+                TILE_LOAD(5, bytes + 64, SCORES * 4);
                 if (i == 0) {
                     TILE_DOT_BYTES(0, 4, 6);
                     TILE_DOT_LOWER(1, 5, 6);

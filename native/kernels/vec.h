@@ -187,3 +187,22 @@ FN void share(int64_t n, int32_t thread, int32_t threads, int64_t *from, int64_t
     *from = n * thread / threads;
     *to = n * (thread + 1) / threads;
 }
+// Hands out the tasks of an op, chunks of rows × columns (of panels). Three quarters of the columns are given beforehand, by rows, as other ops
+// share rows out, so that a thread finds most of them in its own caches; the rest go one by one to whoever is free. So threads seldom meet, and one whose
+// core is disturbed (by a neighbour on the same physical one, say) does not keep the others waiting.
+struct Tasks {
+    struct Task {
+        int64_t chunk, column;  // chunk < 0: there are no more
+    };
+    int64_t columns, chunks, given, at = 0, end = 0;
+    int32_t *counter;
+    Tasks(int64_t columns, int64_t chunks, const Part &part, int32_t threads)
+        : columns(columns), chunks(chunks), given(columns - columns / 4), counter(part.counter) {
+        share(given * chunks, part.thread, threads, &at, &end);
+    }
+    __attribute__((always_inline)) Task next() {
+        if (at < end) return {at / given, at++ % given};
+        const int64_t task = next_task(counter), rest = columns - given;
+        return task < rest * chunks ? Task{task / rest, given + task % rest} : Task{-1, 0};
+    }
+};
