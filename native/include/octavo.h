@@ -142,7 +142,7 @@ const Kernels *kernels_avx2();
 const Kernels *kernels_avx512();
 const Kernels *kernels_avx512_vnni();
 const Kernels *kernels_avx512_bf16();
-bool pairs_pay();  // whether avx512_bf16 is faster here than avx512_vnni; asked only where it can run
+bool pairs_pay();  // whether avx512_bf16 is faster here than avx512_vnni; to be asked only where it can run
 const Kernels *kernels_amx();
 const Kernels *kernels_amx_emulated();  // for tests; never chosen
 

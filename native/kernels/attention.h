@@ -74,7 +74,7 @@ template <class E, class S> static void mix_tile(const QueryTile &tile, const ch
 
 // Products of both tiles of a task, wide (product.h): each two blocks of K, and each four of V, are widened once for all rows. A last single block
 // of K goes the other way, and so does V where widening is little work: its sums are in memory, and groups of 16 tokens add to them often.
-template <class E, class S> static void score_wide(const QueryTile *tile, int tiles, const char *const *k, const char *const *next, int from, int to) {
+template <class E, class S> static void score_wide(const QueryTile *tile, const char *const *k, const char *const *next, int from, int to) {
     float w[WIDE_FLOATS] __attribute__((aligned(64)));
     const int64_t dp = tile->dp;
     Fetch none;
@@ -85,13 +85,13 @@ template <class E, class S> static void score_wide(const QueryTile *tile, int ti
         for (int64_t i = 0; i < dp; i += WIDE_K) {
             const int64_t size = dp - i < WIDE_K ? dp - i : WIDE_K;
             widen((const S *)k[j] + i * LANES, (const S *)k[j + 1] + i * LANES, size, w);
-            for (int n = 0; n < tiles; n++)
+            for (int n = 0; n < QTILES; n++)
                 wide_rows<E, KBLOCK>(tile[n].rows, tile[n].q + i, dp, w, size, i == 0, none, tile[n].scores + j * TOKENS, TOKENS, SCORES);
         }
     }
-    for (int n = 0; n < tiles && j < to; n++) score_tile<E, S>(tile[n], k, n == 0 ? next : nullptr, j, to);
+    for (int n = 0; n < QTILES && j < to; n++) score_tile<E, S>(tile[n], k, n == 0 ? next : nullptr, j, to);
 }
-template <class E, class S> static void mix_wide(const QueryTile *tile, int tiles, const char *const *k, const char *const *next, int from, int to, const Partial *here) {
+template <class E, class S> static void mix_wide(const QueryTile *tile, const char *const *k, const char *const *next, int from, int to, const Partial *here) {
     constexpr int BLOCKS = 4;
     float w[BLOCKS * TOKENS * 2 * LANES] __attribute__((aligned(64)));
     const int64_t dp = tile->dp, panel = kv_half<S>(LANES);
@@ -104,7 +104,7 @@ template <class E, class S> static void mix_wide(const QueryTile *tile, int tile
                 for (int64_t line = 0; next && line < 2 * panel; line += 64) __builtin_prefetch(next[j + b] + at + line, 0, 2);
                 widen((const S *)(k[j + b] + at), (const S *)(k[j + b] + at + panel), TOKENS, w + b * TOKENS * 2 * LANES);
             }
-            for (int i = 0; i < tiles; i++)
+            for (int i = 0; i < QTILES; i++)
                 wide_rows<E, TOKENS>(tile[i].rows, tile[i].scores + j * TOKENS, SCORES, w, n * TOKENS, j == from, none, here[i].out + c, LANES, dp);
         }
 }
@@ -232,10 +232,10 @@ template <class E, class S> static void partition(QueryTile *tile, int tiles, in
     }
 #endif
     if constexpr (WIDE && !Stored<S>::integer)
-        if (tiles > 1) {
-            score_wide<E, S>(tile, tiles, k, ahead, from, to);
+        if (tiles == QTILES) {
+            score_wide<E, S>(tile, k, ahead, from, to);
             for (int i = 0; i < tiles; i++) softmax<E, S>(tile[i], base, from, to, here[i].top, here[i].mass);
-            if constexpr (sizeof(S) == 1) return mix_wide<E, S>(tile, tiles, k, ahead, from, to, here);
+            if constexpr (sizeof(S) == 1) return mix_wide<E, S>(tile, k, ahead, from, to, here);
             for (int i = 0; i < tiles; i++) mix_tile<E, S>(tile[i], k, i == 0 ? ahead : nullptr, from, to, here[i].out);
             return;
         }

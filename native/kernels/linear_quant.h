@@ -144,15 +144,15 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
         const int fly = part.rows <= 2 ? 4 : unit;
         const auto width = [&](int64_t p) { return to - p < fly ? (int)(to - p) : fly; };
         for (int64_t p = from; p < to; p += fly) compute(0, part.rows, p, width(p), p + fly, p + fly < to ? width(p + fly) : 0);
-    } else {  // tasks of FEW_ROWS rows × 2 panels; a panel stays in the caches while rows pass by
-        const auto width = [&](int64_t p) { return op.n[2] - p < 2 ? op.n[2] - p : 2; };
-        Tasks tasks((op.n[2] + 1) / 2, (part.rows + FEW_ROWS - 1) / FEW_ROWS, part, run.threads);
-        for (Tasks::Task next = tasks.next(); next.chunk >= 0;) {
-            const int64_t row0 = next.chunk * FEW_ROWS, p = next.column * 2;
-            next = tasks.next();
-            const int64_t last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows, then = next.chunk >= 0 ? next.column * 2 : op.n[2];
-            compute(row0, last, p, (int)width(p), then, width(then));
-        }
+    } else {  // tasks of FEW_ROWS rows × 2 panels (or 1); a panel stays in the caches while rows pass by
+        const int64_t most = unit == 2 || op.n[2] >= 8 * run.threads ? 2 : 1;  // of one, if there were too few for so many threads
+        const auto width = [&](int64_t p) { return op.n[2] - p < most ? op.n[2] - p : most; };
+        Tasks tasks((op.n[2] + most - 1) / most, (part.rows + FEW_ROWS - 1) / FEW_ROWS, part, run.threads);
+        tasks.each([&](Tasks::Task task, Tasks::Task then) __attribute__((always_inline)) {
+            const int64_t row0 = task.chunk * FEW_ROWS, p = task.column * most, last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows;
+            const int64_t next = then.chunk >= 0 ? then.column * most : op.n[2];
+            compute(row0, last, p, (int)width(p), next, width(next));
+        });
     }
 }
 

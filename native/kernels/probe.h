@@ -14,11 +14,11 @@ template <class Step> FN void run_chains(int64_t rounds, float *sink, Step step)
         for (int j = 0; j < CHAINS; j++) c[j] = step(c[j], a, b);
     for (int j = 0; j < CHAINS; j++) sink[j] += c[j][0];
 }
-static void run_multiply_adds(int64_t rounds, float *sink) {
+FN void run_multiply_adds(int64_t rounds, float *sink) {
     run_chains(rounds, sink, [](NF c, NF a, NF b) __attribute__((always_inline)) { return fused(a, b, c); });
 }
 #if defined(__AVX512BF16__)
-static void run_pairs(int64_t rounds, float *sink) {
+FN void run_pairs(int64_t rounds, float *sink) {
     run_chains(rounds, sink, [](NF c, NF a, NF b) __attribute__((always_inline)) { return (NF)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); });
 }
 #endif

@@ -14,7 +14,7 @@ struct QueryTile {
     int32_t *qi;    // the same as pairs of 16-bit numbers, for integer KV types
     int8_t *q8;     // or, for matrix units, their upper and their lower bytes: [2][QROWS][Dp to a multiple of 64]
     char *v;        // for these: a partition's V, together (mix_bytes)
-    float *scores;  // [QROWS][PARTITION of SCORES]; each row then becomes, in its place, probabilities times V's scales: float32 rounded to act,
+    float *scores;  // [QROWS][SCORES], of which PARTITION are in use; each row then becomes, in its place, probabilities times V's scales: float32 rounded to act,
                     // bf16 for matrix units, woven, or pairs of 16-bit numbers; of these, for matrix units, for each 64 tokens the upper bytes,
                     // then the lower ones
     float *ks, *vs;  // [PARTITION] scales of the tokens, for quantized KV types

@@ -194,12 +194,24 @@ struct Tasks {
     struct Task {
         int64_t chunk, column;  // chunk < 0: there are no more
     };
-    int64_t columns, chunks, given, at = 0, end = 0;
+    int64_t columns, chunks, given, threads, at = 0, end = 0;
     int32_t *counter;
     Tasks(int64_t columns, int64_t chunks, const Part &part, int32_t threads)
-        : columns(columns), chunks(chunks), given(columns - columns / 4), counter(part.counter) {
+        : columns(columns), chunks(chunks), given(columns - columns / 4), threads(threads), counter(part.counter) {
         share(given * chunks, part.thread, threads, &at, &end);
     }
+    // Calls compute(task, then) for each task of this thread. `then` is taken meanwhile, so that what it reads can be fetched; not of the last ones, which are
+    // for whoever is free.
+    template <class Compute> __attribute__((always_inline)) void each(Compute &&compute) {
+        for (Task task = next(), then; task.chunk >= 0; task = then) {
+            const bool early = at < end || (columns - given) * chunks - __atomic_load_n(counter, __ATOMIC_RELAXED) > threads;
+            then = early ? next() : Task{-1, 0};
+            compute(task, then);
+            if (!early) then = next();
+        }
+    }
+
+private:
     __attribute__((always_inline)) Task next() {
         if (at < end) return {at / given, at++ % given};
         const int64_t task = next_task(counter), rest = columns - given;

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tests.native.test_pool import busy_rig
-from tests.ops.native_support import ISAS, Rig, f32, provider
+from tests.ops.native_support import BEST, ISAS, Rig, f32, provider
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -22,7 +22,7 @@ def test_ceilings_do_the_work_that_they_count(isa: str) -> None:
 
 
 def test_times_of_ops_are_of_the_ops_that_ran_and_sum_to_no_more_than_the_call() -> None:
-    p = provider("bfloat16", ISAS[-1], 2)
+    p = provider("bfloat16", BEST, 2)
     rig, ones = Rig(p), p.vector([np.ones(64, f32)])
     x = rig.ops.embed(p.table(np.ones((64, 64), f32)))
     for _ in range(3):
@@ -44,14 +44,14 @@ def test_times_of_ops_are_of_the_ops_that_ran_and_sum_to_no_more_than_the_call()
 
 
 def test_ops_say_what_they_read() -> None:
-    p = provider("bfloat16", ISAS[-1], 1)
+    p = provider("bfloat16", BEST, 1)
     rig, _ = busy_rig(p)
     linear = [op for op in rig.program.ops if op.name == "linear 64→64"]
     assert len(linear) == 20 and {(op.weight_bytes, op.products, op.rows) for op in linear} == {(64 * 64 * 2, 64 * 64, "T")}
 
 
 def test_one_call_is_both_segments() -> None:
-    p, rng = provider("bfloat16", ISAS[-1], 2), np.random.default_rng(5)
+    p, rng = provider("bfloat16", BEST, 2), np.random.default_rng(5)
     rig = Rig(p, tokens=160, alternatives=4)
     table = p.table(rng.standard_normal((300, 64)).astype(f32))
     x = rig.ops.norm(rig.ops.take_rows(rig.ops.embed(table)), p.vector([np.ones(64, f32)]), 1e-5)

@@ -12,6 +12,7 @@ from octavo.ops.recorder import Buffer, Recorder
 from octavo.ops.table import SLOT_FIELDS, STEP_FIELDS
 
 ISAS = [EMULATED, *native_info()["available"].split(",")]
+BEST = native_info()["variant"]  # what runs unless something else is asked for
 DTYPES = ("bfloat16", "float32")
 f32 = np.float32
 _providers: dict[Any, NativeProvider] = {}

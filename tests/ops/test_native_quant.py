@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.ops.native_support import ISAS, Rig, act, contract_exp, contract_sum16, f32, provider, same_bits, to_bf16_bits
+from tests.ops.native_support import BEST, ISAS, Rig, act, contract_exp, contract_sum16, f32, provider, same_bits, to_bf16_bits
 from tests.ops.quant_support import QUANTIZED, STORED, contract_quant, grid_of, int8_grid, quantize_rows, random_stored, stored_grid
 
 from octavo.errors import CheckpointError, UnsupportedError
@@ -141,7 +141,7 @@ def test_parts_of_several_types_are_one_matrix():
 
 
 def test_what_a_provider_keeps():
-    p, plain = provider("bfloat16", ISAS[-1], 2, "gguf"), provider("bfloat16", ISAS[-1], 2)
+    p, plain = provider("bfloat16", BEST, 2, "gguf"), provider("bfloat16", BEST, 2)
     assert p.keeps(["Q4_0"], [(24, 64)], False) and p.keeps(["Q5_K", "Q5_K"], [(24, 256)] * 2, True)
     assert not plain.keeps(["Q4_0"], [(24, 64)], False)
     assert not p.keeps(["Q4_K", "Q6_K"], [(32, 256)] * 2, True)  # gate and up alternate: one type
@@ -252,13 +252,13 @@ def test_bf16_and_f32_sources_and_what_int4_cannot_hold():
     joined = np.concatenate([act(w[:7], "bfloat16"), w[7:]])
     x = act(rng.standard_normal((3, 64)), "bfloat16")
     for quantization in QUANTIZED:
-        p = provider("bfloat16", ISAS[-1], 2, quantization)
+        p = provider("bfloat16", BEST, 2, quantization)
         rig, xin, _, out = linear_rig(p, [bits, w[7:]], 64)
         rig.fill(xin, x)
         rig.run(3)
         assert same_bits(rig.read(out, 3), contract_quant(x, grid_of(quantization, joined)))
     with pytest.raises(CheckpointError, match="beyond its scales"):
-        provider("bfloat16", ISAS[-1], 2, "int4").linear([np.full((16, 32), 1e6, f32)])
+        provider("bfloat16", BEST, 2, "int4").linear([np.full((16, 32), 1e6, f32)])
 
 
 # Matrix units hand out chunks of 512 rows, of equal size up to blocks of 32, and finish a block while the next one is multiplied.
@@ -308,7 +308,7 @@ def test_lanes_of_rows_leave_no_row_out(quantization, threads, rows):
     assert same_bits(*found)
 
 
-@pytest.mark.parametrize("isa", ["generic", ISAS[-1]])
+@pytest.mark.parametrize("isa", ["generic", BEST])
 @pytest.mark.parametrize("k", [24, 44, 50])
 def test_an_embedding_s_padding_is_zero(k, isa):
     """Spread, it was rounded with the numbers; the norm behind it would count what is left."""

@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 from tests.ops.native_support import (
+    BEST,
     DTYPES,
     ISAS,
     Rig,
@@ -26,8 +27,8 @@ SHAPES = [(8, 24), (32, 16), (40, 33), (96, 70), (576, 64), (33, 130)]  # K, N
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33]
 
 
-def linear_rig(p, w, *, x_cols, bias=None, residual=False, gate=False):
-    rig = Rig(p)
+def linear_rig(p, w, *, x_cols, bias=None, residual=False, gate=False, tokens=64):
+    rig = Rig(p, tokens=tokens)
     matrix = p.linear(w, interleave=gate)
     x = rig.ops.input("act", "T", x_cols)
     res = rig.ops.input("f32", "T", w[0].shape[0]) if residual else None
@@ -53,6 +54,34 @@ def test_linear_is_the_contract(k, n, dtype):
                 rig.fill(xin, x[:rows])
                 rig.run(rows)
                 assert same_bits(rig.read(out, rows), want[:rows]), (isa, threads, rows)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_by_many_threads(dtype, quantization):
+    """Chunks of rows, blocks of inputs with a rest, tasks given beforehand and taken: each once, by however many threads, narrow matrices, too."""
+    rng = np.random.default_rng(21)
+    k, rows = 272, (17, 64, 65, 130, 200)
+    x = act(rng.standard_normal((max(rows), k)), dtype)
+    for n, gate in ((24, False), (232, False), (136, True)):
+        w = [rng.standard_normal((n, k)).astype(f32) for _ in range(1 + gate)]
+        want = None
+        if quantization is None and not gate:
+            want = contract_product(x, act(w[0], dtype))
+        for isa in ISAS:
+            for threads in (1, 2, 16) if isa == BEST else (2,):
+                rig, xin, _, out = linear_rig(provider(dtype, isa, threads, quantization), w, x_cols=k, gate=gate, tokens=max(rows))
+                for size in rows:
+                    rig.fill(xin, x[:size])
+                    rig.run(size)
+                    got = rig.read(out, size)
+                    if want is None and size == rows[0]:  # otherwise the first rows of the first variant, one by one, are what all have to be
+                        want = np.empty((max(rows), got.shape[1]), got.dtype)
+                        for row in range(max(rows)):
+                            rig.fill(xin, x[row : row + 1])
+                            rig.run(1)
+                            want[row] = rig.read(out, 1)[0]
+                    assert same_bits(got, want[:size]), (isa, threads, n, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -113,7 +113,7 @@ class LLM:
 
     @property
     def instruction_set(self) -> str:
-        """The variant of the native kernels that runs: generic, avx2, avx512, amx; or the backend's name."""
+        """The variant of the native kernels that runs: generic, avx2, avx512, avx512_vnni, avx512_bf16, amx; or the backend's name."""
         return self._running().isa
 
     @property

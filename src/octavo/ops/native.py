@@ -35,7 +35,7 @@ KINDS = {np.uint16: 0, np.float32: 1, np.uint8: 2}  # of a part's rows: bfloat16
 
 
 def native_info() -> dict[str, str]:
-    """The best instruction-set variant of this CPU, the available ones (comma separated, best last), the compiler."""
+    """The best instruction-set variant of this CPU, the available ones (comma separated, from the plainest on), the compiler."""
     from octavo import _native
 
     return dict(_native.info())
