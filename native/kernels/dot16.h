@@ -31,6 +31,17 @@ FN void store_quads(void *out, I n) {
     store<H>(out, shuffled<0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15>(h, h));
 }
 
+FN void store_quads(void *out, I a, I b) {  // of two
+#if defined(__AVX512BW__)
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), both = _mm512_packs_epi32((__m512i)a, (__m512i)b);
+    const __m512i quads = _mm512_maskz_shuffle_epi8((__mmask64)-1, both, _mm512_maskz_broadcast_i32x4((__mmask16)-1, _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15)));
+    _mm512_storeu_si512(out, _mm512_maskz_permutexvar_epi64((__mmask8)-1, order, quads));
+#else
+    store_quads(out, a);
+    store_quads((int32_t *)out + LANES / 2, b);
+#endif
+}
+
 // A row of a panel: `vectors` of pairs. Of Int4's four, those of K are all one column's (dims 0 … 3 and 4 … 7); of V, the
 // first two are the first panel's, the others the second's.
 template <class S> struct Codes;
@@ -50,6 +61,7 @@ template <> struct Codes<Int4> {
 };
 
 constexpr int DOT_ROWS = OCTAVO_WIDTH == 16 ? 8 : OCTAVO_WIDTH == 8 ? 4 : 2;  // rows whose sums fit the registers
+constexpr int FOUR_ROWS = 6;  // the same beside four panels, where registers are wide
 
 // Scores: out[row · ldo + 16·block] = q · K of NB blocks, as float32. q: [MR][ldq] pairs. `next` (or null), here and below: the
 // blocks whose same part is fetched into the second cache meanwhile.

@@ -125,13 +125,16 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
     float acc[4 * DOT_ROWS * LANES] __attribute__((aligned(64)));
     // Rows `from` … `to` times np panels from p on. Meanwhile the `more` panels from `then` on are fetched, which this thread reads next.
     const auto compute = [&](int64_t from, int64_t to, int64_t p, int np, int64_t then, int64_t more) {
-        Fetch next = fetch_beside(w + then * stride, more * stride, w + p * stride, np, (to - from + DOT_ROWS - 1) / DOT_ROWS, kp);
-        for (int64_t r = from; r < to; r += DOT_ROWS) {
-            const int n = to - r < DOT_ROWS ? (int)(to - r) : DOT_ROWS;
+        const int64_t most = np == 4 && to - from > 2 ? FOUR_ROWS : DOT_ROWS, parts = (to - from + most - 1) / most;
+        Fetch next = fetch_beside(w + then * stride, more * stride, w + p * stride, np, parts, kp);
+        for (int64_t i = 0; i < parts; i++) {
+            const int64_t r = from + (to - from) * i / parts;
+            const int n = (int)(from + (to - from) * (i + 1) / parts - r);
             QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, next, acc, DOT_ROWS * LANES);
             finish<E>(op, part.row0 + r, n, first + p, np, acc, DOT_ROWS * LANES);
         }
     };
+    const bool four = OCTAVO_WIDTH == 16 && op.n[6] == LAYOUT_INT8;  // whose sums alone take registers
     if (fused) {  // memory speed decides: every thread reads its share of the panels once, all rows ride along
         int64_t from, to;
         share(op.n[2] / unit, part.thread, run.threads, &from, &to);
@@ -141,13 +144,14 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
             for (int r = 0; r < part.rows; r++) quantize_act<E>(op, part.row0 + r, (float *)(scratch + FUSED_ROWS * bytes), scratch + r * bytes);
             rows = scratch;
         }
-        const int fly = part.rows <= 2 ? 4 : unit;
+        const int fly = part.rows <= (four ? FOUR_ROWS : 2) ? 4 : four ? 2 : unit;
         const auto width = [&](int64_t p) { return to - p < fly ? (int)(to - p) : fly; };
         for (int64_t p = from; p < to; p += fly) compute(0, part.rows, p, width(p), p + fly, p + fly < to ? width(p + fly) : 0);
-    } else {  // tasks of FEW_ROWS rows × 2 panels (or 1); a panel stays in the caches while rows pass by
-        const int64_t most = unit == 2 || op.n[2] >= 8 * run.threads ? 2 : 1;  // of one, if there were too few for so many threads
+    } else {  // tasks of FEW_ROWS rows × 4, 2 panels or 1, as many as leave enough tasks for all threads; a panel stays in the caches while rows pass by
+        const int64_t chunks = (part.rows + FEW_ROWS - 1) / FEW_ROWS, all = op.n[2] * chunks;
+        const int64_t most = four && all >= 24 * run.threads ? 4 : unit == 2 || all >= 8 * run.threads ? 2 : 1;
         const auto width = [&](int64_t p) { return op.n[2] - p < most ? op.n[2] - p : most; };
-        Tasks tasks((op.n[2] + most - 1) / most, (part.rows + FEW_ROWS - 1) / FEW_ROWS, part, run.threads);
+        Tasks tasks((op.n[2] + most - 1) / most, chunks, part, run.threads);
         tasks.each([&](Tasks::Task task, Tasks::Task then) __attribute__((always_inline)) {
             const int64_t row0 = task.chunk * FEW_ROWS, p = task.column * most, last = row0 + FEW_ROWS < part.rows ? row0 + FEW_ROWS : part.rows;
             const int64_t next = then.chunk >= 0 ? then.column * most : op.n[2];

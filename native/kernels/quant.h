@@ -132,7 +132,7 @@ template <class Value> FN void quantize_row(const LayoutInfo &l, Value value, in
             for (int j = 0; j < 2; j++) {
                 store<F>(wide + i + j * LANES, pair[j]);
                 const I bits = (I)(f_to_bits(pair[j]) & 0x7fffffffu);
-                most = pick(bits > most, bits, most);
+                most = larger(bits, most);
             }
         }
         const int32_t top = max_lanes(most);
@@ -168,16 +168,16 @@ template <int MR> struct RowStarts {
     }
 };
 
-// d += codes · activations for quads Q0 … Q1 of a block of 32 k, whose activations begin at byte `k` of the rows.
+// d += codes · activations for quads Q0 … Q1 of the panels' blocks of 32 k, whose activations begin at byte `k` of the rows.
 template <int ID, int MR, int NP, int Q0, int Q1>
-FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint8_t *block, int64_t stride, int64_t ahead) {
+FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint8_t *const (&block)[NP], int64_t ahead) {
     constexpr LayoutInfo L = LAYOUTS[ID];
     constexpr int held = HELD<L.bits>, bytes = quad_bytes(L.bits);
     if (ahead)
 #pragma GCC unroll 4
         for (int p = 0; p < NP; p++)
 #pragma GCC unroll 8
-            for (int i = L.bits * Q0 / 8; i < L.bits * Q1 / 8; i++) __builtin_prefetch(block + p * stride + ahead + i * 64, 0, 2);
+            for (int i = L.bits * Q0 / 8; i < L.bits * Q1 / 8; i++) __builtin_prefetch(block[p] + ahead + i * 64, 0, 2);
     const auto act = [&](int r, int q, int part) __attribute__((always_inline)) {
         int32_t word;
         __builtin_memcpy(&word, a.at[r] + k + q * bytes + part * 4, 4);
@@ -193,7 +193,7 @@ FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint
                 for (int q = from; q < from + held; q++) {
                     NU w[NV];
 #pragma GCC unroll 4
-                    for (int v = 0; v < NV; v++) w[v] = quad_of<L.bits>(block + p * stride, q, v);
+                    for (int v = 0; v < NV; v++) w[v] = quad_of<L.bits>(block[p], q, v);
 #pragma GCC unroll 8
                     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
@@ -209,7 +209,7 @@ FN void quads(NI (&d)[NP][MR][NV], const RowStarts<MR> &a, int64_t k, const uint
         for (int q = Q0; q < Q1; q++)
 #pragma GCC unroll 4
             for (int p = 0; p < NP; p++) {
-                const uint8_t *at = block + p * stride;
+                const uint8_t *at = block[p];
 #pragma GCC unroll 2
                 for (int part = 0; part < bytes / 4; part++) {
                     NU w[NV];
@@ -268,7 +268,16 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
     constexpr LayoutInfo L = LAYOUTS[ID];
     const ActRows a = rows;
     const RowStarts<MR> starts(a);
-    const uint8_t *codes = w + scale_bytes(L, kp);
+    const uint8_t *block[NP];  // as the rows' starts: an address for each
+#pragma GCC unroll 4
+    for (int p = 0; p < NP; p++) {
+        block[p] = w + p * stride + scale_bytes(L, kp);
+        asm("" : "+r"(block[p]));
+    }
+    const auto step_on = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int p = 0; p < NP; p++) block[p] += code_bytes(L);
+    };
     Fetch fetch = next;
     if (fetch.ahead)
         for (int p = 0; p < NP; p++)
@@ -281,16 +290,17 @@ static __attribute__((noinline)) void quant_product(const ActRows &rows, const u
             const int64_t end = L.step == 32 || k + L.step < kp ? k + L.step : kp;  // one block: the sums stay in registers
             for (; k < end; k += 32) {
                 fetch_some(fetch, fetch.each * NP);
-                quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * quad_bytes(L.bits), codes + k / 32 * code_bytes(L), stride, fetch.ahead);
+                quads<ID, MR, NP, 0, 8>(d, starts, k / 4 * quad_bytes(L.bits), block, fetch.ahead);
+                step_on();
             }
         } else {
             const int64_t at = k / 4 * quad_bytes(L.bits);
-            const uint8_t *block = codes + k / 32 * code_bytes(L);
             fetch_some(fetch, fetch.each * NP);
-            quads<ID, MR, NP, 0, 4>(d, starts, at, block, stride, fetch.ahead);
+            quads<ID, MR, NP, 0, 4>(d, starts, at, block, fetch.ahead);
             end_step<ID, MR, NP>(c, d, starts, a, s++, w, stride, kp);
             start_step<ID, MR, NP>(d, starts, a, s);
-            quads<ID, MR, NP, 4, 8>(d, starts, at, block, stride, fetch.ahead);
+            quads<ID, MR, NP, 4, 8>(d, starts, at, block, fetch.ahead);
+            step_on();
             k += 32;
         }
         end_step<ID, MR, NP>(c, d, starts, a, s, w, stride, kp);
@@ -325,7 +335,11 @@ static void quant_rows(int rows, int np, const ActRows &a, const uint8_t *w, int
 #endif
 #if OCTAVO_WIDTH == 16
     else {
-        if (LAYOUTS[ID].scale == SCALE_COLUMN) OCTAVO_FLY(8, 2);  // nothing but these sums needs registers
+        if constexpr (LAYOUTS[ID].scale == SCALE_COLUMN) {  // nothing but these sums needs registers
+            if (rows == 5) OCTAVO_FLY(5, 4);
+            if (rows == 6) OCTAVO_FLY(6, 4);
+            OCTAVO_FLY(8, 2);
+        }
         OCTAVO_FLY(8, 1);
     }
 #endif

@@ -91,7 +91,7 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
     F sum = {};
     const auto weight = [&](int j) {
         F p = load<F>(s + j * TOKENS) - top;
-        p = sizeof(E) == 2 && !Stored<S>::integer ? exp_rounded(p) : exp_small(p);
+        p = sizeof(E) == 2 ? exp_rounded(p) : exp_small(p);
         p = seen(tile, r, base + j * TOKENS, p, 0.0f);
         sum = sum + p;
         if constexpr (!Stored<S>::scaled) return p;
@@ -113,8 +113,7 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
     for (int j = from; j < to; j++) {
         const F p = weight(j);
         store<F>(s + j * TOKENS, p);
-        const I mag = (I)(f_to_bits(p) & 0x7fffffffu);
-        most = pick(mag > most, mag, most);
+        most = larger((I)(f_to_bits(p) & 0x7fffffffu), most);
     }
     if constexpr (Stored<S>::integer) {
         float inv;
@@ -131,7 +130,13 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
             }
             return sum;
         }
-        for (int j = from; j < to; j++) store_quads((int32_t *)s + j * TOKENS / 2, nearest(load<F>(s + j * TOKENS) * inv));
+        const auto whole = [&](int j) { return nearest(load<F>(s + j * TOKENS) * inv); };
+        int j = from;
+        for (; j + 2 <= to; j += 2) {
+            const I first = whole(j);
+            store_quads((int32_t *)s + j * TOKENS / 2, first, whole(j + 1));
+        }
+        if (j < to) store_quads((int32_t *)s + j * TOKENS / 2, whole(j));
     }
     return sum;
 }

@@ -78,8 +78,15 @@ template <class Both> FN int32_t fold_lanes(I v, Both both) {
     v = both(v, shuffled<2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13>(v, v));
     return both(v, shuffled<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(v, v))[0];
 }
+FN I larger(I a, I b) {
+#if defined(__AVX512F__)
+    return (I)_mm512_maskz_max_epi32((__mmask16)-1, (__m512i)a, (__m512i)b);  // the plain one warns in gcc 12
+#else
+    return pick(a > b, a, b);
+#endif
+}
 FN int32_t max_lanes(I v) {
-    return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return pick(a > b, a, b); });
+    return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return larger(a, b); });
 }
 FN int32_t sum_lanes(I v) {
     return fold_lanes(v, [](I a, I b) __attribute__((always_inline)) { return (I)((U)a + (U)b); });  // of rows that hold no numbers they may wrap

@@ -93,8 +93,8 @@ class Cached:
     def weigh(self, p, at, seen, g):
         """One partition: p, 0 where not seen, over the tokens ``at`` → (mass, output [D])."""
         v, part = np.zeros((len(at), self.v.shape[-1]), f32), at[at < len(self.v)]
+        p = act(p, self.dtype)
         if not self.integer:
-            p = act(p, self.dtype)
             v[: len(part)] = self.v[part, g]
             v[~seen] = 0
             return contract_sum16(p), contract_product(p[None], np.ascontiguousarray(v.T), 16)[0]

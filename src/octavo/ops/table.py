@@ -70,7 +70,7 @@ class Ops(Protocol):
         A query at position p sees keys at positions max(0, p - window + 1) … p. Scale 1/sqrt(D), applied to the scores.
         Query head h reads KV head h // (H/G). Softmax in partitions of 256 absolute positions, combined left to right: in
         one, m = max of the scores, P = exp(score - m) rounded to act, and both the sum of P and P·V (in float32) use the
-        rounded P (int8 and int4 caches: P is not rounded). The quotient is rounded to act once, at the end.
+        rounded P. The quotient is rounded to act once, at the end.
         Masked positions are left out by selection: what the cache holds beyond a sequence's kv_len, or before all its windows,
         has no influence, NaN neither.
 

@@ -176,11 +176,10 @@ class _StepOps:
 
     def attention(self, q: torch.Tensor, layer: int, window: int | None) -> torch.Tensor:
         out = torch.zeros_like(q)
-        act = torch.float32 if self.store.dtype in ("int8", "int4") else self.act  # of the probabilities
         for start, end, length, table in self.sequences:
             k, v = (self.store.read(table, length, layer, part) for part in (0, 1))
             queries = q[start:end].float().view(end - start, k.shape[1], -1, self.spec.head_dim)  # [t, G, H/G, D]
-            out[start:end] = _attend(queries, k, v, self.positions[start:end], window, act).flatten(1).to(self.act)
+            out[start:end] = _attend(queries, k, v, self.positions[start:end], window, self.act).flatten(1).to(self.act)
         return out
 
     def take_rows(self, x: torch.Tensor) -> torch.Tensor:
