@@ -164,7 +164,7 @@ template <class E, class S> static void take_queries(const Op &op, const Run &ru
                 }
                 return;
             }
-            const auto whole = [&](int64_t i) { return nearest(load<F>(x + i) * inv); };
+            const auto whole = [&](int64_t i) { return nearest_of_numbers(load<F>(x + i) * inv); };
             for (c = 0; c < dp; c += 2 * LANES) store_quads(tile.qi + (r * dp + c) / 2, whole(c), whole(c + LANES));
         }
     });

@@ -55,12 +55,14 @@ constexpr float LEAST_SCALE = 0x1p-60f;  // below it, a row counts as zeros, as 
 template <class S> constexpr int64_t kv_half(int64_t dp) { return dp * TOKENS * Stored<S>::bits / 8; }  // bytes of K, or of V
 template <class S> constexpr int64_t kv_unit(int64_t dp) { return 2 * kv_half<S>(dp) + (Stored<S>::scaled ? 2 * TOKENS * 2 : 0); }
 
-// To the nearest whole number, ties to even, |x| < 2^22. (Of what is no number, something.)
-FN I nearest(F x) {
+// To the nearest whole number, ties to even, |x| < 2^22. Of NaN, the same bits everywhere: they may get into the cache.
+FN I nearest(F x) { return (I)f_to_bits(x + 12582912.0f) - 0x4b400000; }
+// The same in one step where there is one; of NaN, anything: for numbers whose scale says that they are none.
+FN I nearest_of_numbers(F x) {
 #if defined(__AVX512F__)
     return (I)_mm512_maskz_cvtps_epi32((__mmask16)-1, (__m512)x);
 #else
-    return (I)f_to_bits(x + 12582912.0f) - 0x4b400000;
+    return nearest(x);
 #endif
 }
 // A positive scale to bfloat16, upwards: then no code exceeds its range.

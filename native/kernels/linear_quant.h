@@ -125,11 +125,12 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
     float acc[4 * DOT_ROWS * LANES] __attribute__((aligned(64)));
     // Rows `from` … `to` times np panels from p on. Meanwhile the `more` panels from `then` on are fetched, which this thread reads next.
     const auto compute = [&](int64_t from, int64_t to, int64_t p, int np, int64_t then, int64_t more) {
-        const int64_t most = np == 4 && to - from > 2 ? FOUR_ROWS : DOT_ROWS, parts = (to - from + most - 1) / most;
+        const bool even = np == 4 && to - from > FOUR_ROWS;  // of 5 or 6 rows; 8 at a time are best full, and then the rest
+        const int64_t parts = even ? (to - from + FOUR_ROWS - 1) / FOUR_ROWS : (to - from + DOT_ROWS - 1) / DOT_ROWS;
         Fetch next = fetch_beside(w + then * stride, more * stride, w + p * stride, np, parts, kp);
         for (int64_t i = 0; i < parts; i++) {
-            const int64_t r = from + (to - from) * i / parts;
-            const int n = (int)(from + (to - from) * (i + 1) / parts - r);
+            const int64_t r = from + (even ? (to - from) * i / parts : i * DOT_ROWS), end = even ? from + (to - from) * (i + 1) / parts : r + DOT_ROWS;
+            const int n = (int)((end < to ? end : to) - r);
             QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, next, acc, DOT_ROWS * LANES);
             finish<E>(op, part.row0 + r, n, first + p, np, acc, DOT_ROWS * LANES);
         }

@@ -143,7 +143,7 @@ template <class Value> FN void quantize_row(const LayoutInfo &l, Value value, in
             const int64_t stop = i + l.step < end ? i + l.step : end;
             U sum = {};  // of codes; where a value is not finite, of any numbers: the scale is NaN
             for (; i < stop; i += LANES) {
-                const I q = nearest(load<F>(wide + i) * inverse);
+                const I q = nearest_of_numbers(load<F>(wide + i) * inverse);
                 sum += (U)q;
                 if (quad == 4)
                     store_codes((int8_t *)row + i, q);

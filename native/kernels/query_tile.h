@@ -130,7 +130,7 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
             }
             return sum;
         }
-        const auto whole = [&](int j) { return nearest(load<F>(s + j * TOKENS) * inv); };
+        const auto whole = [&](int j) { return nearest_of_numbers(load<F>(s + j * TOKENS) * inv); };
         int j = from;
         for (; j + 2 <= to; j += 2) {
             const I first = whole(j);

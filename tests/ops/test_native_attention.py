@@ -317,6 +317,7 @@ def test_what_is_no_number_reaches_exactly_the_rows_that_see_it(dtype, kv):
     spec = tiny_spec(2, 1, 16)
     sequence = Sequence(np.random.default_rng(2), spec, 70)
     clean = sequence.qkv.copy()
+    written = {}
     for isa in ISAS:
         for column, bad in ((32, np.nan), (33, -np.inf), *(() if floats else ((48, np.inf), (63, np.nan)))):  # of K, of V
             sequence.qkv = clean.copy()
@@ -333,6 +334,9 @@ def test_what_is_no_number_reaches_exactly_the_rows_that_see_it(dtype, kv):
             else:
                 assert (broken == sees).all(), (isa, column)
             assert same_bits(got[~sees], want[~sees])
+            if not floats:  # what is in the cache, too: the same on all
+                blocks = rig.kv.blocks[rig.slots["block_table"][0, :5]]
+                assert np.array_equal(blocks, written.setdefault(column, blocks)), (isa, column)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -27,7 +27,7 @@ Handle = Any
 
 # The version of the numeric contract (docs/decisions/0002). Raise it with every change by which a kernel gives other bits for the same
 # inputs: what is kept of computed numbers (K and V of the prefix cache) is told apart by it.
-NUMERIC_CONTRACT = 5
+NUMERIC_CONTRACT = 6
 
 
 class Ops(Protocol):
