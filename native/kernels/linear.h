@@ -116,7 +116,7 @@ template <class E> static void linear_many(const Op &op, const Run &run, const P
     int64_t held = -1;
     float acc[2 * MAX_ROWS * LANES] __attribute__((aligned(64)));
     float sums[WIDE ? 2 * EXPAND_ROWS * LANES : 1] __attribute__((aligned(64)));
-    const auto panels = [&](int64_t column) { return (const E *)op.p[1] + column * stride; };
+    const auto panel = [&](int64_t p) { return (const E *)op.p[1] + p * stride; };
     Tasks tasks(op.n[2] / 2, (part.rows + EXPAND_ROWS - 1) / EXPAND_ROWS, part, run.threads);
     tasks.each([&](Tasks::Task task, Tasks::Task then) __attribute__((always_inline)) {
         const int64_t chunk = task.chunk, column = task.column * 2;
@@ -127,18 +127,18 @@ template <class E> static void linear_many(const Op &op, const Run &run, const P
         if (sizeof(E) == 2 && held != chunk) expand(wide, src, rows * kp), held = chunk;
         const Operand<E> *a = sizeof(E) == 2 ? wide : (const Operand<E> *)(const void *)src;
         Fetch fetch;
-        if (then.chunk >= 0) fetch = fetch_beside(panels(then.column * 2), 2 * stride * (int64_t)sizeof(E), panels(column), 2, (rows + MAX_ROWS - 1) / MAX_ROWS, kp);
+        if (then.chunk >= 0) fetch = fetch_beside(panel(then.column * 2), 2 * stride * (int64_t)sizeof(E), panel(column), 2, (rows + MAX_ROWS - 1) / MAX_ROWS, kp);
         if constexpr (WIDE)
             if (rows >= WIDE_LEAST) {
                 fetch.each *= 2;  // of both panels
-                wide_block(rows, a, panels(column), stride, kp, fetch, sums);
+                wide_block(rows, a, panel(column), stride, kp, fetch, sums);
                 finish<E>(op, row0, rows, column, 2, sums, EXPAND_ROWS * LANES);
                 return;
             }
         for (int64_t p = column; p < column + 2; p += unit)
             for (int r = 0; r < rows; r += MAX_ROWS) {
                 const int n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
-                product_rows<E>(n, unit, a + r * kp, kp, (const E *)op.p[1] + p * stride, stride, kp, fetch, acc, MAX_ROWS * LANES, LANES);
+                product_rows<E>(n, unit, a + r * kp, kp, panel(p), stride, kp, fetch, acc, MAX_ROWS * LANES, LANES);
                 finish<E>(op, row0 + r, n, p, unit, acc, MAX_ROWS * LANES);
             }
     });
