@@ -70,6 +70,7 @@ def test_gauges_counters_and_info() -> None:
     metrics = made()
     before = samples(metrics)
     assert before["num_requests_running"] == before["kv_cache_usage_perc"] == before["num_preemptions_total"] == 0
+    assert [before[f"kv_blocks{{state={state}}}"] for state in ("live", "shared", "cached", "free")] == [0, 0, 0, 40]
     metrics.arrived([str(place) for place in range(7)], 4, SamplingParams(n=7), 0.0)
     stats = EngineStats(
         running=3, waiting=4, kv_total=40, kv_free=6, preemptions=5, tokens_lost=77, kv_cached=4, kv_shared=7, kv_logical=50, kv_reserved_slots=48,

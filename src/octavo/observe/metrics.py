@@ -29,13 +29,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from octavo.engine.messages import EngineStats
 from octavo.observe.events import Admitted
 
 if TYPE_CHECKING:
     from octavo.config import Config
     from octavo.core.output import Delta
     from octavo.core.sampling import SamplingParams
-    from octavo.engine.messages import Batch, EngineStats
+    from octavo.engine.messages import Batch
 
 PREFIX = "octavo:"
 REASONS = ("stop", "length", "abort", "error")
@@ -118,7 +119,8 @@ class Metrics(Collector):
         self.prompt_tokens = self.prompt_tokens_cached = 0
         self.generation_tokens = 0
         self.ended_by: dict[str, int] = dict.fromkeys(REASONS, 0)
-        self.stats: EngineStats | None = None  # the engine's last word about itself
+        blocks = config.kv.num_kv_blocks or 0
+        self.stats = EngineStats(kv_total=blocks, kv_free=blocks)  # the engine's last word about itself; before that, an idle one's
         context = config.scheduler.max_model_len
         self.histograms = {name: Histogram(_to_context(context) if bounds is None else bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._labels = {"model_name": model_name, "engine": str(engine)}
@@ -143,12 +145,12 @@ class Metrics(Collector):
     @property
     def running(self) -> int:
         """Sequences running, by the engine's last word; never more than are open, as an engine that died says nothing more."""
-        return min(self.stats.running, len(self._open)) if self.stats else 0
+        return min(self.stats.running, len(self._open))
 
     @property
     def waiting(self) -> int:
         """Sequences in the queue, likewise."""
-        return min(self.stats.waiting, len(self._open)) if self.stats else 0
+        return min(self.stats.waiting, len(self._open))
 
     # -- what happens
 
@@ -196,19 +198,19 @@ class Metrics(Collector):
         for _ in range(count):
             self.histograms["time_to_first_token_seconds"].observe(seconds)
 
-    def _ledger(self, stats: "EngineStats | None") -> Iterator[Metric]:
+    def _ledger(self, stats: EngineStats) -> Iterator[Metric]:
         """Where the KV blocks are: live, cached and free ones are all of the pool."""
         names, values = list(self._labels), list(self._labels.values())
         blocks = GaugeMetricFamily(
             PREFIX + "kv_blocks", "KV blocks: live + cached + free is the pool; shared ones are live.", labels=[*names, "state"],
         )
-        counts = (stats.kv_live, stats.kv_shared, stats.kv_cached, stats.kv_free) if stats else (0, 0, 0, 0)
+        counts = stats.kv_live, stats.kv_shared, stats.kv_cached, stats.kv_free
         for state, count in zip(("live", "shared", "cached", "free"), counts, strict=True):
             blocks.add_metric([*values, state], count)
         yield blocks
         for name, value, text in (
-            ("kv_logical_blocks", stats.kv_logical if stats else 0, "KV blocks that the sequences would take without sharing."),
-            ("kv_reserved_slots", stats.kv_reserved_slots if stats else 0, "Token slots of live KV blocks that are not used yet."),
+            ("kv_logical_blocks", stats.kv_logical, "KV blocks that the sequences would take without sharing."),
+            ("kv_reserved_slots", stats.kv_reserved_slots, "Token slots of live KV blocks that are not used yet."),
             ("kv_utilization", utilization(stats, int(self._cache["block_size"])), "Live tokens over the token slots of live KV blocks."),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
@@ -252,10 +254,10 @@ class Metrics(Collector):
         stats = self.stats
         gauges = {
             "num_requests_running": (self.running, "Sequences running."), "num_requests_waiting": (self.waiting, "Sequences in the queue."),
-            "num_requests_swapped": (min(stats.swapped, len(self._open)) if stats else 0, "Waiting sequences that have KV blocks in the swap tier."),
+            "num_requests_swapped": (min(stats.swapped, len(self._open)), "Waiting sequences that have KV blocks in the swap tier."),
             "kv_cache_usage_perc": (kv_use(stats), "Part of the KV blocks in use: 1 is all."),
             "cpu_cache_usage_perc": (
-                stats.tier_used / stats.tier_total if stats and stats.tier_total else 0.0, "Part of the swap tier's blocks in use: 1 is all."),
+                stats.tier_used / stats.tier_total if stats.tier_total else 0.0, "Part of the swap tier's blocks in use: 1 is all."),
         }
         for name, (value, text) in gauges.items():
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
@@ -266,12 +268,12 @@ class Metrics(Collector):
         info.add_metric([*values, *self._cache.values()], 1)
         yield info
         counters = {
-            "num_preemptions": (stats.preemptions if stats else 0, "Times that a sequence lost its blocks to another."),
-            "recomputed_tokens": (stats.tokens_recomputed if stats else 0, "Computed tokens that were computed once more, after a preemption."),
+            "num_preemptions": (stats.preemptions, "Times that a sequence lost its blocks to another."),
+            "recomputed_tokens": (stats.tokens_recomputed, "Computed tokens that were computed once more, after a preemption."),
             "prompt_tokens": (self.prompt_tokens, "Prompt tokens, cached ones too."),
             "prompt_tokens_cached": (self.prompt_tokens_cached, "Prompt tokens that were not computed, as the prefix cache had them."),
-            "prefix_cache_queries": (stats.cache_queries if stats else 0, "Prompt tokens looked up in the prefix cache."),
-            "prefix_cache_hits": (stats.cache_hits if stats else 0, "Prompt tokens found in the prefix cache."),
+            "prefix_cache_queries": (stats.cache_queries, "Prompt tokens looked up in the prefix cache."),
+            "prefix_cache_hits": (stats.cache_hits, "Prompt tokens found in the prefix cache."),
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }
         for name, (value, text) in counters.items():
@@ -280,7 +282,7 @@ class Metrics(Collector):
             yield counter
         text = "KV blocks moved to the swap tier (out) and back (in)."
         swapped = CounterMetricFamily(PREFIX + "swapped_blocks", text, labels=[*names, "direction"])
-        for direction, count in (("out", stats.blocks_out), ("in", stats.blocks_in)) if stats else (("out", 0), ("in", 0)):
+        for direction, count in (("out", stats.blocks_out), ("in", stats.blocks_in)):
             swapped.add_metric([*values, direction], count)
         yield swapped
         for place, (name, text) in enumerate((("prompt", "Prompt tokens by tenant, all of them."), ("generation", "Generated tokens by tenant."))):
@@ -298,14 +300,14 @@ class Metrics(Collector):
             yield family
 
 
-def utilization(stats: "EngineStats | None", block_size: int) -> float:
+def utilization(stats: EngineStats, block_size: int) -> float:
     """Live tokens over allocated token slots, 0 to 1; 1 when nothing is allocated."""
-    return 1 - stats.kv_reserved_slots / (stats.kv_live * block_size) if stats is not None and stats.kv_live else 1.0
+    return 1 - stats.kv_reserved_slots / (stats.kv_live * block_size) if stats.kv_live else 1.0
 
 
-def kv_use(stats: "EngineStats | None") -> float:
+def kv_use(stats: EngineStats) -> float:
     """The part of the KV blocks that sequences hold, 0 to 1. What is merely cached gives way at need, so it does not count (as in vLLM)."""
-    return 0.0 if stats is None or not stats.kv_total else stats.kv_live / stats.kv_total
+    return stats.kv_live / stats.kv_total if stats.kv_total else 0.0
 
 
 def _to_context(context: int) -> tuple[int, ...]:

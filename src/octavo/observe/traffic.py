@@ -52,4 +52,4 @@ class Traffic:
     def _now(self) -> tuple[float, ...]:
         metrics, stats = self._metrics, self._metrics.stats
         said = ("preemptions", "cache_queries", "cache_hits", "tokens_recomputed", "blocks_out", "blocks_in")
-        return self._clock(), metrics.prompt_tokens, metrics.generation_tokens, *(getattr(stats, name, 0) for name in said)
+        return self._clock(), metrics.prompt_tokens, metrics.generation_tokens, *(getattr(stats, name) for name in said)

@@ -133,8 +133,8 @@ def stop_strings(raw: Raw | None, settings: ServerSettings) -> list[str]:
     if (size := memoryview(raw).nbytes) > settings.max_stop * (12 * settings.max_stop_chars + 8):  # the longest that JSON can spell a string
         most = f"at most {settings.max_stop} strings of at most {settings.max_stop_chars} characters"
         raise invalid(f"stop has {size} bytes; {most} are accepted", "stop")
-    first = first_byte(raw)
-    stops = [decode(raw, str, "stop")] if first == b'"' else decode(raw, list[str] | None, "stop") or []
+    given = decode(raw, str | list[str] | None, "stop")
+    stops = [given] if isinstance(given, str) else given or []
     if len(stops) > settings.max_stop:
         raise invalid(f"stop has {len(stops)} strings; at most {settings.max_stop} are accepted", "stop")
     for place, text in enumerate(stops):
