@@ -115,3 +115,15 @@ def test_the_comparison_with_offline_runs(
     rows = {line[2:28].strip(): line[28:].split() for line in out.splitlines()}
     assert rows["same text as offline"] == ["yes"]
     assert float(rows["ratio (median of pairs)"][0]) > 0 and float(rows["offline"][0]) > 0 and "4 streaming clients" in rows
+
+
+def test_a_round_whose_streams_came_at_once_is_reported() -> None:
+    from octavo.bench import serve_ratio
+
+    one = {
+        "offline_seconds": 1.0, "seconds": 2.0, "cpu_seconds": 0.5, "same": True, "events": 4, "ttft": 0.5, "server_ttft": 0.25,
+        "itl": 0.0, "server_itl": 0.001, "itl_median": 0.0, "itl_max": 0.0,
+    }
+    rows = {line[2:28].strip(): line[28:].strip() for line in serve_ratio.report([one, one], 8, 4).splitlines()}
+    assert rows["inter-token time, mean"] == "0.00 ms client     1.00 ms server, – % (–, –)"
+    assert rows["time to first token, mean"] == "500.00 ms client   250.00 ms server, -50.0 % (-50.0, -50.0)"

@@ -116,10 +116,15 @@ def report(rounds: list[dict[str, Any]], tokens: int, clients: int) -> str:
     ]
     for name, what in (("ttft", "time to first token"), ("itl", "inter-token time")):
         mine, theirs = middle(name), middle(f"server_{name}")
-        each = ", ".join(f"{100 * (round[f'server_{name}'] / round[name] - 1):+.1f}" for round in rounds)
-        rows.append((f"{what}, mean", f"{1e3 * mine:8.2f} ms client {1e3 * theirs:8.2f} ms server, {100 * (theirs / mine - 1):+.1f} % ({each})"))
+        each = ", ".join(_apart(round[f"server_{name}"], round[name]) for round in rounds)
+        rows.append((f"{what}, mean", f"{1e3 * mine:8.2f} ms client {1e3 * theirs:8.2f} ms server, {_apart(theirs, mine)} % ({each})"))
     rows.append(("inter-token time, client", f"{1e3 * middle('itl_median'):8.2f} ms median {1e3 * middle('itl_max'):8.2f} ms longest"))
     return "\n".join(f"  {name:26}{value}" for name, value in rows)
+
+
+def _apart(theirs: float, mine: float) -> str:
+    """By how many percent; a dash where all tokens of each stream came at once, so that there is no time between them."""
+    return f"{100 * (theirs / mine - 1):+.1f}" if mine else "–"
 
 
 def _mean(before: dict[str, float], after: dict[str, float], name: str) -> float:
