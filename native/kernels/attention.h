@@ -155,16 +155,16 @@ template <class E, class S> static void take_queries(const Op &op, const Run &ru
             float inv;
             spread(x, dp);
             tile.scale[r] = op.f[0] * to_whole(largest(x, dp), &inv);
+            const auto whole = [&](int64_t i) { return nearest_of_numbers(load<F>(x + i) * inv); };
             if (__is_same(S, Int8) && tile.matrix) {
                 int8_t *upper = tile.q8 + r * pad64(dp), *lower = upper + QROWS * pad64(dp);
                 for (c = 0; c < pad64(dp); c += LANES) {
-                    const I whole = c < dp ? nearest(load<F>(x + c) * inv) : I{};
-                    store_codes(upper + c, whole >> 8);
-                    store_codes(lower + c, whole);
+                    const I n = c < dp ? whole(c) : I{};
+                    store_codes(upper + c, n >> 8);
+                    store_codes(lower + c, n);
                 }
                 return;
             }
-            const auto whole = [&](int64_t i) { return nearest_of_numbers(load<F>(x + i) * inv); };
             for (c = 0; c < dp; c += 2 * LANES) store_quads(tile.qi + (r * dp + c) / 2, whole(c), whole(c + LANES));
         }
     });

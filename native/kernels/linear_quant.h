@@ -128,14 +128,15 @@ template <class E> static void linear_quant(const Op &op, const Run &run, const 
         const bool even = np == 4 && to - from > FOUR_ROWS;  // of 5 or 6 rows; 8 at a time are best full, and then the rest
         const int64_t parts = even ? (to - from + FOUR_ROWS - 1) / FOUR_ROWS : (to - from + DOT_ROWS - 1) / DOT_ROWS;
         Fetch next = fetch_beside(w + then * stride, more * stride, w + p * stride, np, parts, kp);
-        for (int64_t i = 0; i < parts; i++) {
-            const int64_t r = from + (even ? (to - from) * i / parts : i * DOT_ROWS), end = even ? from + (to - from) * (i + 1) / parts : r + DOT_ROWS;
-            const int n = (int)((end < to ? end : to) - r);
+        for (int64_t i = 0, r = from, end; i < parts; i++, r = end) {
+            if (even) end = from + (to - from) * (i + 1) / parts;
+            else end = to - r < DOT_ROWS ? to : r + DOT_ROWS;
+            const int n = (int)(end - r);
             QUANT[op.n[6]].rows(n, np, act_rows(l, kp, rows + r * bytes), w + p * stride, stride, kp, next, acc, DOT_ROWS * LANES);
             finish<E>(op, part.row0 + r, n, first + p, np, acc, DOT_ROWS * LANES);
         }
     };
-    const bool four = OCTAVO_WIDTH == 16 && op.n[6] == LAYOUT_INT8;  // whose sums alone take registers
+    const bool four = OCTAVO_WIDTH == 16 && l.scale == SCALE_COLUMN;  // as in quant_rows
     if (fused) {  // memory speed decides: every thread reads its share of the panels once, all rows ride along
         int64_t from, to;
         share(op.n[2] / unit, part.thread, run.threads, &from, &to);

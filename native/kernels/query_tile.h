@@ -98,13 +98,16 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
         p = seen(tile, r, base + j * TOKENS, p * load<F>(tile.vs + j * TOKENS), 0.0f);
         return Stored<S>::integer ? p : round_act<E>(p);
     };
-    const auto halves = [&](auto *out) {
+    const auto by_twos = [&](auto value, auto put) __attribute__((always_inline)) {
         int j = from;
         for (; j + 2 <= to; j += 2) {
-            const F p = weight(j);
-            store_halves(out + j * TOKENS, p, weight(j + 1));
+            const auto first = value(j);
+            put(j, first, value(j + 1));
         }
-        if (j < to) store_halves(out + j * TOKENS, weight(j));
+        if (j < to) put(j, value(j));
+    };
+    const auto halves = [&](auto *out) {
+        by_twos(weight, [&](int j, auto... p) __attribute__((always_inline)) { store_halves(out + j * TOKENS, p...); });
         return sum;
     };
     if constexpr (woven<E, S>) return halves((Woven *)s);
@@ -118,25 +121,20 @@ template <class E, class S> FN F take_exps(QueryTile &tile, int r, int32_t base,
     if constexpr (Stored<S>::integer) {
         float inv;
         tile.factor[r] = to_whole(as_float((uint32_t)max_lanes(most)), &inv);
+        const auto whole = [&](int j) { return nearest_of_numbers(load<F>(s + j * TOKENS) * inv); };
         if (__is_same(S, Int8) && tile.matrix) {
             for (int j = from / BYTE_BLOCKS * BYTE_BLOCKS; j < to; j += BYTE_BLOCKS) {
-                I whole[BYTE_BLOCKS];  // all of them first: their bytes take the place of the first two
-                for (int b = 0; b < BYTE_BLOCKS; b++) whole[b] = j + b >= from && j + b < to ? nearest(load<F>(s + (j + b) * TOKENS) * inv) : I{};
+                I all[BYTE_BLOCKS];  // all of them first: their bytes take the place of the first two
+                for (int b = 0; b < BYTE_BLOCKS; b++) all[b] = j + b >= from && j + b < to ? whole(j + b) : I{};
                 int8_t *bytes = (int8_t *)s + j * 2 * TOKENS;
                 for (int b = 0; b < BYTE_BLOCKS; b++) {
-                    store_codes(bytes + b * TOKENS, whole[b] >> 8);
-                    store_codes(bytes + (BYTE_BLOCKS + b) * TOKENS, whole[b]);
+                    store_codes(bytes + b * TOKENS, all[b] >> 8);
+                    store_codes(bytes + (BYTE_BLOCKS + b) * TOKENS, all[b]);
                 }
             }
             return sum;
         }
-        const auto whole = [&](int j) { return nearest_of_numbers(load<F>(s + j * TOKENS) * inv); };
-        int j = from;
-        for (; j + 2 <= to; j += 2) {
-            const I first = whole(j);
-            store_quads((int32_t *)s + j * TOKENS / 2, first, whole(j + 1));
-        }
-        if (j < to) store_quads((int32_t *)s + j * TOKENS / 2, whole(j));
+        by_twos(whole, [&](int j, auto... n) __attribute__((always_inline)) { store_quads((int32_t *)s + j * TOKENS / 2, n...); });
     }
     return sum;
 }
